@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Serve on a CPU, DFLASH on, with the embedded pair unless you name another:
+#   launch/cpu.sh [any server argument]
+# PLAIN=1 launch/cpu.sh serves the same target without speculation.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-$root/.venv/bin/python}
+if ! command -v "$python" >/dev/null; then
+  echo "launch/cpu.sh: no Python at $python. Run 'make venv' first, or set PYTHON." >&2
+  exit 1
+fi
+package=$root/sglang_dflash
+# SGLang's own switch for a CPU; it also turns on our stand-ins for what SGLang lacks there
+export SGLANG_USE_CPU_ENGINE=1
+export PYTHONPATH=$package/glue/cpu/path${PYTHONPATH:+:$PYTHONPATH}
+# later arguments win, so each default can be overridden from the command line
+args=(
+  --model-path "$package/pairs/tiny/target"
+  --device cpu --attention-backend torch_native --dtype float32
+  --disable-cuda-graph --skip-server-warmup
+  --max-total-tokens 16384 --max-running-requests 16
+  --host 127.0.0.1 --port 30000
+)
+if [ "${PLAIN:-0}" != 1 ]; then
+  args+=(--speculative-algorithm DFLASH --speculative-draft-model-path "$package/pairs/tiny/drafter")
+fi
+exec "$python" -m sglang.launch_server "${args[@]}" "$@"

@@ -1,0 +1,265 @@
+"""What a server runs: the drafter's config and the user's choices, checked, resolved and frozen.
+
+Every refusal says what was asked, what was found and what to do, and is raised before weights load.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# which attention backends can run a drafter's layers; full_attention needs a block without a
+# causal mask, which some backends cannot do
+DRAFT_BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "cuda": {
+        "fa4": SUPPORTED_LAYER_TYPES,
+        "fa3": SUPPORTED_LAYER_TYPES,
+        "triton": SUPPORTED_LAYER_TYPES,
+        "flashinfer": SUPPORTED_LAYER_TYPES,
+        "trtllm_mha": ("sliding_attention",),
+    },
+    "cpu": {"torch_native": SUPPORTED_LAYER_TYPES},
+}
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """The facts of a drafter folder that a server depends on."""
+
+    name: str
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    layer_types: tuple[str, ...]
+    sliding_window: int | None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, name: str) -> DrafterSpec:
+        """Read a drafter's config.json. Raise ValueError with the missing or odd key."""
+        dflash = config.get("dflash_config") or {}
+        num_layers = _require(config, "num_hidden_layers", name)
+        num_heads = _require(config, "num_attention_heads", name)
+        hidden_size = _require(config, "hidden_size", name)
+        mask_token_id = dflash.get("mask_token_id")
+        if mask_token_id is None:
+            raise ValueError(
+                f"The drafter {name} names no mask token: its config.json lacks "
+                "dflash_config.mask_token_id. Add the id of the token it was trained with."
+            )
+        layer_ids = dflash.get("target_layer_ids")
+        if not layer_ids:
+            raise ValueError(
+                f"The drafter {name} does not say which target layers feed it: its config.json "
+                "lacks dflash_config.target_layer_ids. Add the layer ids it was trained with."
+            )
+        layer_types = tuple(config.get("layer_types") or ("full_attention",) * num_layers)
+        spec = cls(
+            name=name,
+            hidden_size=hidden_size,
+            vocab_size=_require(config, "vocab_size", name),
+            num_layers=num_layers,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            head_dim=config.get("head_dim") or hidden_size // num_heads,
+            block_size=dflash.get("block_size") or config.get("block_size") or 16,
+            mask_token_id=mask_token_id,
+            target_layer_ids=tuple(layer_ids),
+            layer_types=layer_types,
+            sliding_window=config.get("sliding_window"),
+        )
+        spec._check_layers()
+        return spec
+
+    def _check_layers(self) -> None:
+        if len(self.layer_types) != self.num_layers:
+            raise ValueError(
+                f"The drafter {self.name} has {self.num_layers} layers but {len(self.layer_types)} "
+                "layer_types. Its config.json must name one type per layer."
+            )
+        unknown = sorted(set(self.layer_types) - set(SUPPORTED_LAYER_TYPES))
+        if unknown:
+            raise ValueError(
+                f"The drafter {self.name} has layers of type {', '.join(unknown)}; sglang_dflash "
+                f"runs {' and '.join(SUPPORTED_LAYER_TYPES)}."
+            )
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise ValueError(
+                f"The drafter {self.name} has sliding_attention layers but no sliding_window. "
+                "Add sliding_window and use_sliding_window: true to its config.json."
+            )
+
+    def window_left(self, layer: int) -> int:
+        """Return how many keys to its left a query of this layer sees, -1 for all."""
+        if self.layer_types[layer] == "full_attention":
+            return -1
+        assert self.sliding_window is not None
+        return self.sliding_window - 1
+
+    def is_causal(self, layer: int) -> bool:
+        """Tell whether this layer hides later block tokens from earlier ones."""
+        return self.layer_types[layer] == "sliding_attention"
+
+    def kv_bytes_per_token(self, *, element_size: int, tp_size: int) -> int:
+        """Return the draft KV that one token needs on one rank."""
+        heads = max(1, self.num_kv_heads // tp_size)
+        return self.num_layers * 2 * heads * self.head_dim * element_size
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """The facts of the target that a drafter must fit."""
+
+    name: str
+    architecture: str
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    context_len: int
+    delivers_features: bool
+    delivers_last_layer: bool
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """The resolved settings of one server."""
+
+    drafter: DrafterSpec
+    block_size: int
+    context_len: int
+    device: str
+    draft_backend: str
+
+    @property
+    def mask_token_id(self) -> int:
+        return self.drafter.mask_token_id
+
+    def summary(self) -> dict[str, object]:
+        """Return the settings as plain values, for the log and /server_info."""
+        return {
+            "drafter": self.drafter.name,
+            "block_size": self.block_size,
+            "trained_block_size": self.drafter.block_size,
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": list(self.drafter.target_layer_ids),
+            "layer_types": list(self.drafter.layer_types),
+            "context_len": self.context_len,
+            "device": self.device,
+            "draft_attention_backend": self.draft_backend,
+        }
+
+
+def resolve_block_size(drafter: DrafterSpec, asked: int | None) -> int:
+    """Return the block size to run: what was asked, or what the drafter was trained with."""
+    if asked is None:
+        return drafter.block_size
+    if asked < 2:
+        raise ValueError(
+            f"--speculative-num-draft-tokens {asked} leaves nothing to draft: a block is the last "
+            f"token and at least one draft. Pass 2 to {drafter.block_size}."
+        )
+    if asked > drafter.block_size:
+        raise ValueError(
+            f"--speculative-num-draft-tokens {asked} exceeds the block size {drafter.block_size} "
+            f"that the drafter {drafter.name} was trained with. "
+            f"Pass {drafter.block_size} or less."
+        )
+    return asked
+
+
+def check_pair(drafter: DrafterSpec, target: TargetSpec) -> None:
+    """Raise ValueError unless this drafter can read this target's features and share its head."""
+    if not target.delivers_features:
+        raise ValueError(
+            f"The target {target.name} ({target.architecture}) cannot deliver hidden states to a "
+            "drafter: its SGLang model has no set_dflash_layers_to_capture. "
+            "Serve it without --speculative-algorithm DFLASH."
+        )
+    if drafter.hidden_size != target.hidden_size:
+        raise ValueError(
+            f"The drafter {drafter.name} has hidden size {drafter.hidden_size}, the target "
+            f"{target.name} has {target.hidden_size}; they share embedding and head, so the sizes "
+            "must be equal. Use the drafter that was trained for this target."
+        )
+    if drafter.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"The drafter {drafter.name} has a vocabulary of {drafter.vocab_size}, the target "
+            f"{target.name} of {target.vocab_size}. Use the drafter trained for this target."
+        )
+    if not 0 <= drafter.mask_token_id < target.vocab_size:
+        raise ValueError(
+            f"The mask token {drafter.mask_token_id} of the drafter {drafter.name} is outside the "
+            f"vocabulary of {target.vocab_size}. Correct dflash_config.mask_token_id."
+        )
+    last = target.num_layers - (1 if target.delivers_last_layer else 2)
+    beyond = [i for i in drafter.target_layer_ids if not 0 <= i <= last]
+    if beyond:
+        raise ValueError(
+            f"The drafter {drafter.name} reads target layers {beyond}, but the target "
+            f"{target.name} ({target.num_layers} layers) delivers layers 0 to {last}. "
+            "Use the drafter that was trained for this target."
+        )
+    if list(drafter.target_layer_ids) != sorted(set(drafter.target_layer_ids)):
+        raise ValueError(
+            f"The drafter {drafter.name} names target layers {list(drafter.target_layer_ids)}; "
+            "SGLang delivers each layer once, in order. List them ascending, without repeats."
+        )
+
+
+def check_draft_backend(drafter: DrafterSpec, *, device: str, backend: str | None) -> str:
+    """Return the backend if it can run every layer of the drafter on this device."""
+    able = [
+        name
+        for name, types in DRAFT_BACKENDS[device].items()
+        if set(drafter.layer_types) <= set(types)
+    ]
+    if backend not in able:
+        raise ValueError(
+            f"The draft attention backend {backend} cannot run the drafter {drafter.name} on "
+            f"{device} (layers: {', '.join(sorted(set(drafter.layer_types)))}). "
+            f"Pass --speculative-draft-attention-backend {' or '.join(able)}."
+        )
+    return backend
+
+
+def check_features(drafter: DrafterSpec, folder: Path, *, target: TargetSpec) -> None:
+    """Raise ValueError if the drafter's weights expect another number of features.
+
+    Reads the header of the safetensors files only. A folder without weights passes: dummy weights
+    take their shapes from the config.
+    """
+    shape = _tensor_shape(folder, "fc.weight")
+    expected = [drafter.hidden_size, len(drafter.target_layer_ids) * target.hidden_size]
+    if shape is not None and shape != expected:
+        raise ValueError(
+            f"The drafter {drafter.name} was trained on {shape[1] / target.hidden_size:g} features "
+            f"per token (fc.weight is {shape}), but its config names "
+            f"{len(drafter.target_layer_ids)} target layers, which needs {expected}. "
+            "Correct dflash_config.target_layer_ids."
+        )
+
+
+def _require(config: Mapping[str, Any], key: str, name: str) -> int:
+    if config.get(key) is None:
+        raise ValueError(f"The drafter {name} is no DFlash drafter: its config.json lacks {key}.")
+    return int(config[key])
+
+
+def _tensor_shape(folder: Path, tensor: str) -> list[int] | None:
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        for name in (tensor, f"model.{tensor}"):
+            if name in header:
+                return list(header[name]["shape"])
+    return None

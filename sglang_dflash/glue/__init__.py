@@ -1,0 +1,1 @@
+"""SGLang <-> sglang_dflash. Nothing outside this package imports SGLang."""

@@ -1,0 +1,298 @@
+"""The only file that names SGLang's modules, and the contract we hold the release to.
+
+Each symbol is imported when it is first used, so that the plug-in stays cheap to load. `broken()`
+lists everything that the installed release has moved, renamed or given another signature.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A name in SGLang, and the parameters or fields of it that we rely on."""
+
+    module: str
+    attr: str
+    uses: tuple[str, ...] = ()
+
+    @property
+    def dotted(self) -> str:
+        return f"sglang.{self.module}.{self.attr}"
+
+    def resolve(self) -> Any:
+        found = importlib.import_module(f"sglang.{self.module}")
+        for part in self.attr.split("."):
+            found = getattr(found, part)
+        return found
+
+
+SYMBOLS: dict[str, Symbol] = {
+    # plug-in and arguments
+    "HookRegistry": Symbol("srt.plugins.hook_registry", "HookRegistry"),
+    "HookType": Symbol("srt.plugins.hook_registry", "HookType"),
+    "ServerArgs": Symbol(
+        "srt.server_args",
+        "ServerArgs",
+        (
+            "device",
+            "pp_size",
+            "page_size",
+            "disaggregation_mode",
+            "enable_mixed_chunk",
+            "max_running_requests",
+            "disable_overlap_schedule",
+            "speculative_draft_model_path",
+            "speculative_draft_model_revision",
+            "speculative_num_draft_tokens",
+            "speculative_num_steps",
+            "speculative_eagle_topk",
+            "speculative_dflash_block_size",
+            "speculative_draft_window_size",
+            "speculative_draft_attention_backend",
+            "speculative_accept_threshold_single",
+            "speculative_accept_threshold_acc",
+            "json_model_override_args",
+            "trust_remote_code",
+        ),
+    ),
+    "resolved_view": Symbol("srt.arg_groups.overrides", "resolved_view"),
+    "attention_backends_of": Symbol("srt.arg_groups.overrides", "attention_backends_of"),
+    "get_config": Symbol(
+        "srt.utils.hf_transformers_utils",
+        "get_config",
+        ("model", "trust_remote_code", "revision", "model_override_args"),
+    ),
+    "get_rope_config": Symbol("srt.utils.hf_transformers_utils", "get_rope_config", ("config",)),
+    "get_server_args": Symbol("srt.runtime_context", "get_server_args"),
+    "get_parallel": Symbol("srt.runtime_context", "get_parallel"),
+    # what the plug-in hooks
+    "create_worker": Symbol(
+        "srt.speculative.spec_info", "SpeculativeAlgorithm.create_worker", ("server_args",)
+    ),
+    "handle_dflash": Symbol(
+        "srt.arg_groups.speculative_hook", "_handle_dflash", ("server_args",)
+    ),
+    "validate_request": Symbol(
+        "srt.speculative.dflash_utils", "validate_dflash_request", ("req", "enable_overlap")
+    ),
+    "row_headroom": Symbol(
+        "srt.mem_cache.allocation_sizing", "get_req_to_token_extra_context_len", ("server_args",)
+    ),
+    "default_pool_init": Symbol(
+        "srt.model_executor.pool_configurator", "DefaultPoolConfigurator.__init__", ("kvc",)
+    ),
+    "swa_pool_init": Symbol(
+        "srt.model_executor.pool_configurator", "HybridSWAPoolConfigurator.__init__", ("kvc",)
+    ),
+    "internal_state": Symbol(
+        "srt.managers.scheduler", "Scheduler.get_internal_state", ("recv_req",)
+    ),
+    # worker
+    "BaseSpecWorker": Symbol("srt.speculative.base_spec_worker", "BaseSpecWorker"),
+    "SpeculativeAlgorithm": Symbol("srt.speculative.spec_info", "SpeculativeAlgorithm"),
+    "SpecInput": Symbol("srt.speculative.spec_info", "SpecInput", ("spec_input_type",)),
+    "SpecInputType": Symbol("srt.speculative.spec_info", "SpecInputType"),
+    "DFlashVerifyInput": Symbol(
+        "srt.speculative.dflash_info",
+        "DFlashVerifyInput",
+        ("draft_token", "positions", "draft_token_num", "custom_mask", "capture_hidden_mode"),
+    ),
+    "prepare_for_verify": Symbol(
+        "srt.speculative.dflash_info",
+        "DFlashVerifyInput.prepare_for_verify",
+        ("batch", "target_worker"),
+    ),
+    "build_draft_tp_worker": Symbol(
+        "srt.speculative.draft_worker_common",
+        "build_draft_tp_worker",
+        (
+            "server_args",
+            "gpu_id",
+            "ps",
+            "nccl_port",
+            "target_model_config",
+            "algo_label",
+            "attention_backend_override",
+        ),
+    ),
+    "GenerationBatchResult": Symbol(
+        "srt.managers.utils",
+        "GenerationBatchResult",
+        (
+            "logits_output",
+            "next_token_ids",
+            "accept_lens",
+            "next_draft_input",
+            "can_run_cuda_graph",
+            "speculative_num_draft_tokens",
+            "new_seq_lens",
+            "extra_keep_alive_refs",
+        ),
+    ),
+    "target_forward": Symbol(
+        "srt.managers.tp_worker",
+        "TpModelWorker.forward_batch_generation",
+        ("batch", "forward_batch", "is_verify", "capture_hidden_mode"),
+    ),
+    "alloc_for_spec_decode": Symbol(
+        "srt.mem_cache.allocation",
+        "alloc_for_spec_decode",
+        (
+            "tree_cache",
+            "req_to_token_pool",
+            "reqs",
+            "req_pool_indices",
+            "cur_kv_lens",
+            "cur_kv_lens_cpu",
+            "nxt_kv_lens",
+            "nxt_kv_lens_cpu",
+            "num_needed_tokens",
+            "batch",
+        ),
+    ),
+    "alloc_reserve_per_decode": Symbol(
+        "srt.mem_cache.allocation_sizing", "get_alloc_reserve_per_decode", ("server_args",)
+    ),
+    "maybe_evict_swa": Symbol("srt.managers.schedule_batch", "ScheduleBatch.maybe_evict_swa"),
+    "ForwardBatch": Symbol(
+        "srt.model_executor.forward_batch_info",
+        "ForwardBatch",
+        (
+            "forward_mode",
+            "batch_size",
+            "input_ids",
+            "req_pool_indices",
+            "seq_lens",
+            "out_cache_loc",
+            "seq_lens_sum",
+            "seq_lens_cpu",
+            "positions",
+            "spec_algorithm",
+            "spec_info",
+            "capture_hidden_mode",
+        ),
+    ),
+    "ForwardMode": Symbol("srt.model_executor.forward_batch_info", "ForwardMode"),
+    "CaptureHiddenMode": Symbol("srt.model_executor.forward_batch_info", "CaptureHiddenMode"),
+    "SamplingBatchInfo": Symbol(
+        "srt.sampling.sampling_batch_info",
+        "SamplingBatchInfo",
+        ("temperatures", "top_ps", "top_ks", "min_ps", "is_all_greedy", "sampling_seed"),
+    ),
+    "Sampler_forward": Symbol(
+        "srt.layers.sampler",
+        "Sampler.forward",
+        (
+            "logits_output",
+            "sampling_info",
+            "return_logprob",
+            "top_logprobs_nums",
+            "token_ids_logprobs",
+            "positions",
+        ),
+    ),
+    # draft model
+    "ModelRegistry": Symbol("srt.models.registry", "ModelRegistry"),
+    "default_weight_loader": Symbol(
+        "srt.model_loader.weight_utils", "default_weight_loader", ("param", "loaded_weight")
+    ),
+    "RMSNorm": Symbol("srt.layers.layernorm", "RMSNorm"),
+    "SiluAndMul": Symbol("srt.layers.activation", "SiluAndMul"),
+    "QKVParallelLinear": Symbol("srt.layers.linear", "QKVParallelLinear"),
+    "RowParallelLinear": Symbol("srt.layers.linear", "RowParallelLinear"),
+    "MergedColumnParallelLinear": Symbol("srt.layers.linear", "MergedColumnParallelLinear"),
+    "get_rope": Symbol(
+        "srt.layers.rotary_embedding",
+        "get_rope",
+        ("head_size", "rotary_dim", "max_position", "base", "rope_scaling"),
+    ),
+    "RadixAttention": Symbol(
+        "srt.layers.radix_attention",
+        "RadixAttention",
+        (
+            "num_heads",
+            "head_dim",
+            "scaling",
+            "num_kv_heads",
+            "layer_id",
+            "sliding_window_size",
+            "attn_type",
+        ),
+    ),
+    "AttentionType": Symbol("srt.layers.radix_attention", "AttentionType"),
+    "LogitsProcessorOutput": Symbol(
+        "srt.layers.logits_processor",
+        "LogitsProcessorOutput",
+        ("next_token_logits", "hidden_states"),
+    ),
+    "get_tp_group": Symbol("srt.distributed", "get_tp_group"),
+    # attention on a CPU
+    "AttentionBackend": Symbol("srt.layers.attention.base_attn_backend", "AttentionBackend"),
+    "register_attention_backend": Symbol(
+        "srt.layers.attention.attention_registry", "register_attention_backend", ("name",)
+    ),
+    "KVWriteLoc": Symbol("srt.mem_cache.memory_pool", "KVWriteLoc"),
+    "SWAKVPool": Symbol("srt.mem_cache.swa_memory_pool", "SWAKVPool"),
+    "resolved_attention_backends": Symbol(
+        "srt.server_args", "ServerArgs._resolved_attention_backends"
+    ),
+    "model_specific_adjustments": Symbol(
+        "srt.server_args", "ServerArgs._handle_model_specific_adjustments"
+    ),
+    "update_intermediate_size": Symbol(
+        "srt.configs.update_config",
+        "update_intermediate_size",
+        ("model_config", "attr_name", "intermediate_padding_size"),
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in SYMBOLS:
+        raise AttributeError(f"compat knows no SGLang symbol {name!r}")
+    value = globals()[name] = SYMBOLS[name].resolve()
+    return value
+
+
+def installed_release() -> str | None:
+    """Return the version of SGLang that is installed, None without one."""
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def supported_release() -> str:
+    """Return the one release this package is written for, as its metadata pins it."""
+    for requirement in metadata.requires("sglang-dflash") or ():
+        if requirement.startswith("sglang=="):
+            return requirement.removeprefix("sglang==").split(";")[0].strip()
+    raise RuntimeError("sglang-dflash's metadata pins no sglang release; reinstall it.")
+
+
+def broken() -> list[str]:
+    """Return one line for each symbol that the installed SGLang no longer offers as we use it."""
+    lines = []
+    for name, symbol in SYMBOLS.items():
+        try:
+            found = symbol.resolve()
+        except (ImportError, AttributeError) as error:
+            lines.append(f"{name}: {symbol.dotted} is gone ({error})")
+            continue
+        missing = [use for use in symbol.uses if use not in _names_of(found)]
+        if missing:
+            lines.append(f"{name}: {symbol.dotted} lost {', '.join(missing)}")
+    return lines
+
+
+def _names_of(found: Any) -> set[str]:
+    names = set(inspect.signature(found).parameters)
+    if inspect.isclass(found):
+        names |= set(getattr(found, "__dataclass_fields__", ()))
+    return names

@@ -1,0 +1,56 @@
+"""SGLang without a GPU: everything that stands in for what it lacks there, in one folder.
+
+`path/` goes on PYTHONPATH (launch/cpu.sh does it) because SGLang imports those names before it
+loads plug-ins. The rest is installed by the plug-in, in CPU mode only.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def is_cpu_mode() -> bool:
+    """Tell whether this process was started for a CPU."""
+    return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
+
+
+def install_if_cpu() -> None:
+    """In CPU mode, give SGLang an attention backend and lift two checks that assume a GPU."""
+    if not is_cpu_mode():
+        return
+    from sglang_dflash.glue import compat
+    from sglang_dflash.glue.cpu.attention import CpuAttention
+    from sglang_dflash.glue.plugin import attach
+
+    compat.register_attention_backend("torch_native")(CpuAttention)
+    attach(
+        {
+            "model_specific_adjustments": _accept_torch_native,
+            "update_intermediate_size": _skip_absent_size,
+        }
+    )
+
+
+def _accept_torch_native(original: Any, server_args: Any) -> None:
+    """Let Gemma 4 pass its backend check, which lists GPU backends only."""
+    resolved = server_args._resolved_attention_backends
+
+    def as_triton() -> tuple[str, ...]:
+        return tuple("triton" if name == "torch_native" else name for name in resolved())
+
+    server_args.__dict__["_resolved_attention_backends"] = as_triton
+    try:
+        original(server_args)
+    finally:
+        del server_args.__dict__["_resolved_attention_backends"]
+
+
+def _skip_absent_size(
+    original: Any, model_config: Any, attr_name: str, intermediate_padding_size: int
+) -> Any:
+    """Leave alone a size that the model does not have (dense Gemma 4: moe_intermediate_size)."""
+    for config in (model_config.hf_config, getattr(model_config.hf_config, "text_config", None)):
+        if config is not None and getattr(config, attr_name, 0) is None:
+            return model_config
+    return original(model_config, attr_name, intermediate_padding_size)

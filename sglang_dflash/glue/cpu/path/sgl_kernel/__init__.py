@@ -1,0 +1,49 @@
+"""Stand-in for SGLang's kernel package, which has no build for a CPU on the package index.
+
+Holds what a DFLASH server on a CPU calls. Any other name can be imported, as SGLang does at the top
+of its modules, and says so when it is called.
+"""
+
+import ctypes
+import os
+
+if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
+    raise ImportError(
+        "this sgl_kernel is sglang_dflash's stand-in for a CPU; on a GPU take its folder off "
+        "PYTHONPATH (only launch/cpu.sh puts it there)"
+    )
+
+__version__ = "0.0.0+sglang.dflash.cpu"
+
+
+def assign_req_to_token_pool_cpu(
+    req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, *_unused
+):
+    """Enter newly allocated slots into each request's row, from its start to its end column."""
+    taken = 0
+    for row, start, end in zip(
+        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
+    ):
+        count = end - start
+        req_to_token[row, start:end] = out_cache_loc[taken : taken + count].to(req_to_token.dtype)
+        taken += count
+
+
+def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
+    """Copy KV rows inside each buffer, given by its address and the bytes of a row."""
+    targets, sources = tgt_loc.tolist(), src_loc.tolist()
+    for base, row_bytes in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
+        # read all rows before writing any: a target may be another row's source
+        rows = [ctypes.string_at(base + row * row_bytes, row_bytes) for row in sources]
+        for target, row in zip(targets, rows, strict=True):
+            ctypes.memmove(base + target * row_bytes, row, row_bytes)
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def absent(*args, **kwargs):
+        raise NotImplementedError(f"sgl_kernel.{name} has no stand-in on a CPU")
+
+    return absent

@@ -1,0 +1,256 @@
+"""The drafter network on SGLang's layers. Architecture name and tensor names are the releases'.
+
+A Qwen3-style stack without embedding or head of its own: it borrows the target's. Only block
+tokens pass through the layers; target tokens enter as draft KV, made from features by
+`context_kv` of the kernels with the weights that `context_weights` hands out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sglang_dflash.config import DrafterSpec
+from sglang_dflash.glue import compat
+
+# checkpoint name -> (our fused parameter, which part of it)
+FUSED = {
+    "q_proj": ("qkv_proj", "q"),
+    "k_proj": ("qkv_proj", "k"),
+    "v_proj": ("qkv_proj", "v"),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+
+
+class ContextWeights(NamedTuple):
+    """What turns features into draft KV; views of live parameters, so they follow an update."""
+
+    fc_weight: Tensor
+    norm_weight: Tensor
+    kv_weights: list[Tensor]
+    k_norm_weights: list[Tensor]
+    cos_sin: Tensor
+    eps: float
+
+
+class DraftAttention(nn.Module):
+    def __init__(self, config: Any, spec: DrafterSpec, layer: int, quant_config: Any) -> None:
+        super().__init__()
+        tp_size = compat.get_parallel().tp_size
+        num_heads = config.num_attention_heads
+        if num_heads % tp_size or (spec.num_kv_heads % tp_size and tp_size % spec.num_kv_heads):
+            raise ValueError(
+                f"--tp-size {tp_size} does not divide the drafter's {num_heads} query and "
+                f"{spec.num_kv_heads} key heads. Choose a size that divides both."
+            )
+        self.head_dim = spec.head_dim
+        self.q_size = num_heads // tp_size * spec.head_dim
+        self.kv_size = max(1, spec.num_kv_heads // tp_size) * spec.head_dim
+        self.qkv_proj = compat.QKVParallelLinear(
+            hidden_size=spec.hidden_size,
+            head_size=spec.head_dim,
+            total_num_heads=num_heads,
+            total_num_kv_heads=spec.num_kv_heads,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"layers.{layer}.self_attn.qkv_proj",
+        )
+        self.o_proj = compat.RowParallelLinear(
+            num_heads * spec.head_dim,
+            spec.hidden_size,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"layers.{layer}.self_attn.o_proj",
+        )
+        self.q_norm = compat.RMSNorm(spec.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = compat.RMSNorm(spec.head_dim, eps=config.rms_norm_eps)
+        rope_theta, rope_scaling = compat.get_rope_config(config)
+        self.rotary_emb = compat.get_rope(
+            spec.head_dim,
+            rotary_dim=spec.head_dim,
+            max_position=config.max_position_embeddings,
+            base=rope_theta,
+            rope_scaling=rope_scaling,
+        )
+        kind = compat.AttentionType
+        self.attn = compat.RadixAttention(
+            num_heads=self.q_size // spec.head_dim,
+            head_dim=spec.head_dim,
+            scaling=spec.head_dim**-0.5,
+            num_kv_heads=self.kv_size // spec.head_dim,
+            layer_id=layer,
+            sliding_window_size=spec.window_left(layer),
+            attn_type=kind.DECODER if spec.is_causal(layer) else kind.ENCODER_ONLY,
+        )
+
+    def forward(self, positions: Tensor, hidden: Tensor, forward_batch: Any) -> Tensor:
+        qkv, _ = self.qkv_proj(hidden)
+        query, key, value = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        query = self.q_norm(query.reshape(-1, self.head_dim)).view_as(query)
+        key = self.k_norm(key.reshape(-1, self.head_dim)).view_as(key)
+        query, key = self.rotary_emb(positions, query, key)
+        out, _ = self.o_proj(self.attn(query, key, value, forward_batch))
+        return out
+
+
+class DraftMLP(nn.Module):
+    def __init__(self, config: Any, layer: int, quant_config: Any) -> None:
+        super().__init__()
+        self.gate_up_proj = compat.MergedColumnParallelLinear(
+            config.hidden_size,
+            [config.intermediate_size] * 2,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"layers.{layer}.mlp.gate_up_proj",
+        )
+        self.down_proj = compat.RowParallelLinear(
+            config.intermediate_size,
+            config.hidden_size,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"layers.{layer}.mlp.down_proj",
+        )
+        self.activation = compat.SiluAndMul()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate_up, _ = self.gate_up_proj(hidden)
+        out, _ = self.down_proj(self.activation(gate_up))
+        return out
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, config: Any, spec: DrafterSpec, layer: int, quant_config: Any) -> None:
+        super().__init__()
+        self.input_layernorm = compat.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = DraftAttention(config, spec, layer, quant_config)
+        self.post_attention_layernorm = compat.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = DraftMLP(config, layer, quant_config)
+
+    def forward(
+        self, positions: Tensor, hidden: Tensor, residual: Tensor | None, forward_batch: Any
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            hidden, residual = self.input_layernorm(hidden), hidden
+        else:
+            hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(positions, hidden, forward_batch)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class DFlashDraftModel(nn.Module):
+    """The drafter. `share_embedding` must be called before the first forward."""
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        super().__init__()
+        _refuse_unknown_variants(config)
+        spec = DrafterSpec.from_config(config.to_dict(), name=config._name_or_path or "drafter")
+        self.config = config
+        self.spec = spec
+        num_features = len(spec.target_layer_ids)
+        self.fc = nn.Linear(num_features * spec.hidden_size, spec.hidden_size, bias=False)
+        self.hidden_norm = compat.RMSNorm(spec.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(
+            DraftLayer(config, spec, layer, quant_config) for layer in range(spec.num_layers)
+        )
+        self.norm = compat.RMSNorm(spec.hidden_size, eps=config.rms_norm_eps)
+        self._embed: Callable[[Tensor], Tensor] | None = None
+
+    def share_embedding(self, embed: Callable[[Tensor], Tensor]) -> None:
+        """Embed block tokens as the target does, its scaling included."""
+        self._embed = embed
+
+    def get_attention_sliding_window_size(self) -> int | None:
+        """Return the window of the sliding layers as SGLang counts it, without the query."""
+        return None if self.spec.sliding_window is None else self.spec.sliding_window - 1
+
+    @torch.no_grad()
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, forward_batch: Any, **_unused: Any
+    ) -> Any:
+        """Return the normed hidden state of every block token as `hidden_states`."""
+        assert self._embed is not None, "share_embedding was not called"
+        hidden, residual = self._embed(input_ids).to(self.fc.weight.dtype), None
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual, forward_batch)
+        hidden, _ = self.norm(hidden, residual)
+        return compat.LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden)
+
+    def context_weights(self) -> ContextWeights:
+        attentions = [layer.self_attn for layer in self.layers]
+        return ContextWeights(
+            fc_weight=self.fc.weight,
+            norm_weight=self.hidden_norm.weight,
+            kv_weights=[a.qkv_proj.weight[a.q_size :] for a in attentions],
+            k_norm_weights=[a.k_norm.weight for a in attentions],
+            cos_sin=attentions[0].rotary_emb.cos_sin_cache,
+            eps=self.config.rms_norm_eps,
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load a released checkpoint. Raise ValueError unless every parameter is filled, once
+        and in its shape, and every tensor finds a parameter."""
+        params = dict(self.named_parameters())
+        missing = {name: len(_parts_of(name)) for name in params}
+        unknown = []
+        for raw_name, tensor in weights:
+            name, part = _our_name(raw_name.removeprefix("model."))
+            if name not in params:
+                unknown.append(raw_name)
+                continue
+            param = params[name]
+            if part is None:
+                if param.shape != tensor.shape:
+                    raise ValueError(
+                        f"{raw_name} of the drafter {self.spec.name} is {list(tensor.shape)}, its "
+                        f"config asks for {list(param.shape)}. Config and weights do not belong "
+                        "together."
+                    )
+                getattr(param, "weight_loader", compat.default_weight_loader)(param, tensor)
+            else:
+                param.weight_loader(param, tensor, part)
+            missing[name] -= 1
+        unfilled = sorted(name for name, parts in missing.items() if parts)
+        if unfilled or unknown:
+            raise ValueError(
+                f"The weights of the drafter {self.spec.name} are not those of a DFlash drafter: "
+                f"missing {unfilled or 'nothing'}, unknown {unknown or 'nothing'}. "
+                "Download the checkpoint again, or use another one."
+            )
+
+
+def _our_name(name: str) -> tuple[str, Any]:
+    for theirs, (ours, part) in FUSED.items():
+        if f".{theirs}." in name:
+            return name.replace(theirs, ours), part
+    return name, None
+
+
+def _parts_of(name: str) -> list[Any]:
+    return [part for ours, part in FUSED.values() if f".{ours}." in name] or [None]
+
+
+def _refuse_unknown_variants(config: Any) -> None:
+    dflash = config.to_dict().get("dflash_config") or {}
+    odd = sorted(
+        key
+        for key in dflash
+        if key.startswith(("selector_", "conv_")) or key in ("projector_type", "output_multiplier")
+    )
+    if getattr(config, "attention_bias", False):
+        odd.append("attention_bias")
+    if getattr(config, "hidden_act", "silu") != "silu":
+        odd.append(f"hidden_act {config.hidden_act}")
+    if odd:
+        raise ValueError(
+            f"The drafter uses {', '.join(odd)}, which sglang_dflash does not run. "
+            "Use a plain DFlash drafter."
+        )
+
+
+# SGLang's registry reads the architecture from the class name
+EntryClass = DFlashDraftModel

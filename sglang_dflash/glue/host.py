@@ -1,0 +1,142 @@
+"""SGLang as a Host: the target worker, the draft runner, and one batch of the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.config import DFlashConfig
+from sglang_dflash.glue import compat
+from sglang_dflash.glue.sampling import choose_rows
+from sglang_dflash.kernels import Ops
+from sglang_dflash.types import DraftBlock, DraftContext, TargetOutput
+
+
+class VocabHead:
+    """The target's head as a drafter uses it: the likeliest token, no logits kept.
+
+    With tensor parallelism each rank owns a contiguous, ascending part of the vocabulary, so the
+    first rank with the highest value holds the token that one big argmax would give.
+    """
+
+    def __init__(self, target_model: Any, vocab_size: int) -> None:
+        head = target_model.lm_head
+        shard = getattr(head, "shard_indices", None)
+        self._head = head
+        self._start = shard.org_vocab_start_index if shard is not None else 0
+        self._size = shard.num_org_elements if shard is not None else vocab_size
+        self._group = compat.get_tp_group() if shard is not None else None
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """Return the likeliest token of each hidden state [n, H], as [n] int64."""
+        weight = self._head.weight[: self._size]
+        values, tokens = torch.matmul(hidden.to(weight.dtype), weight.T).max(dim=-1)
+        tokens = tokens + self._start
+        if self._group is None or self._group.world_size == 1:
+            return tokens
+        values = self._group.all_gather(values[None], dim=0)
+        tokens = self._group.all_gather(tokens[None], dim=0)
+        return tokens.gather(0, values.argmax(dim=0, keepdim=True)).squeeze(0)
+
+
+class Engine:
+    """What lives as long as the server: both models, and how a block runs through them."""
+
+    def __init__(self, config: DFlashConfig, ops: Ops, target_worker: Any, draft_runner: Any):
+        self.config = config
+        self.ops = ops
+        self.target_worker = target_worker
+        self.target_runner = target_worker.model_runner
+        self.draft_runner = draft_runner
+        target_model = self.target_runner.model
+        draft_runner.model.share_embedding(target_model.get_input_embeddings())
+        self.head = VocabHead(target_model, config.drafter.vocab_size)
+        self.block_input = compat.DFlashVerifyInput(
+            draft_token=None,
+            positions=None,
+            draft_token_num=config.block_size,
+            capture_hidden_mode=compat.CaptureHiddenMode.NULL,
+        )
+
+    def write_draft_kv(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Project target features into the draft KV of every layer, at the given slots."""
+        model = self.draft_runner.model
+        weights = model.context_weights()
+        pairs = self.ops.context_kv(features, positions, **weights._asdict())
+        pool = self.draft_runner.token_to_kv_pool
+        for layer, (keys, values) in zip(model.layers, pairs, strict=True):
+            pool.set_kv_buffer(layer.self_attn.attn, slots, keys, values)
+
+
+class BatchHost:
+    """One decode batch, seen by the algorithm. Lives for one step."""
+
+    def __init__(self, engine: Engine, batch: Any, on_publish: Callable[[Tensor], None] | None):
+        self._engine = engine
+        self._batch = batch
+        self._on_publish = on_publish
+        # host-side bound of each length during this step, for backends that plan on the host
+        if batch.seq_lens_cpu is None:
+            self._lens_bound = batch.spec_info.reserved_lens
+        else:
+            self._lens_bound = batch.seq_lens_cpu + engine.config.block_size
+        self.target_result: Any = None
+        self.verify_batch: Any = None
+
+    def slot_table(self) -> Tensor:
+        return self._engine.target_runner.req_to_token_pool.req_to_token
+
+    def draft_tokens(self, context: DraftContext, masked: DraftBlock) -> Tensor:
+        engine = self._engine
+        forward_batch = compat.ForwardBatch(
+            forward_mode=compat.ForwardMode.TARGET_VERIFY,
+            batch_size=context.anchors.shape[0],
+            input_ids=masked.token_ids.flatten(),
+            req_pool_indices=context.rows,
+            seq_lens=context.lens,
+            out_cache_loc=masked.slots.flatten(),
+            seq_lens_sum=int(self._lens_bound.sum()),
+            seq_lens_cpu=self._lens_bound,
+            positions=masked.positions.flatten(),
+            spec_algorithm=compat.SpeculativeAlgorithm.DFLASH,
+            spec_info=engine.block_input,
+            capture_hidden_mode=compat.CaptureHiddenMode.NULL,
+        )
+        hidden = engine.draft_runner.forward(forward_batch).logits_output.hidden_states
+        drafts = hidden.view(*masked.token_ids.shape, -1)[:, 1:]
+        return engine.head.argmax(drafts.flatten(0, 1)).view(drafts.shape[:2])
+
+    def verify_block(self, context: DraftContext, block: DraftBlock) -> TargetOutput:
+        engine, batch = self._engine, self._batch
+        verify_input = compat.DFlashVerifyInput(
+            draft_token=block.token_ids.flatten(),
+            positions=block.positions.flatten(),
+            draft_token_num=engine.config.block_size,
+            capture_hidden_mode=compat.CaptureHiddenMode.FULL,
+        )
+        batch.out_cache_loc = block.slots.flatten()
+        batch.seq_lens_cpu = self._lens_bound
+        batch.seq_lens_sum = int(self._lens_bound.sum())
+        self.verify_batch, _ = verify_input.prepare_for_verify(batch, engine.target_worker)
+        self.target_result = engine.target_worker.forward_batch_generation(
+            batch=None,
+            forward_batch=self.verify_batch,
+            is_verify=True,
+            skip_attn_backend_init=True,
+        )
+        output = self.target_result.logits_output
+        features, output.hidden_states = output.hidden_states, None
+        choices = choose_rows(
+            engine.target_runner.sampler, output, batch.sampling_info, block.positions
+        )
+        return TargetOutput(choices=choices, features=features)
+
+    def publish(self, new_lens: Tensor) -> None:
+        if self._on_publish is not None:
+            self._on_publish(new_lens)
+
+    def write_draft_kv(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        self._engine.write_draft_kv(features, positions, slots)

@@ -1,0 +1,157 @@
+"""What `--speculative-algorithm DFLASH` means for SGLang's arguments: filled in, or refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from sglang_dflash import config as cfg
+from sglang_dflash.glue import compat
+
+logger = logging.getLogger(__name__)
+
+# what SGLang reserves graph and sampling memory for when the user names no number
+DEFAULT_MAX_RUNNING_REQUESTS = 48
+
+
+def handle_dflash(server_args: Any) -> None:
+    """Check and complete the arguments of a DFLASH server, in place of SGLang's own handler."""
+    _refuse_unsupported(server_args)
+    drafter = read_drafter(server_args)
+    target_config = server_args.get_model_config()
+    target = target_spec(target_config)
+    cfg.check_pair(drafter, target)
+    folder = Path(server_args.speculative_draft_model_path)
+    if folder.is_dir():
+        cfg.check_features(drafter, folder, target=target)
+
+    server_args.speculative_num_draft_tokens = cfg.resolve_block_size(
+        drafter, _asked_block_size(server_args)
+    )
+    server_args.speculative_num_steps = 1
+    server_args.speculative_eagle_topk = 1
+    server_args.speculative_draft_attention_backend = cfg.check_draft_backend(
+        drafter, device=_device_type(server_args), backend=_asked_draft_backend(server_args)
+    )
+    if server_args.max_running_requests is None:
+        server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+        logger.info(
+            "DFLASH: --max-running-requests is %d unless you set it.", DEFAULT_MAX_RUNNING_REQUESTS
+        )
+    if server_args.device == "cpu" and not server_args.disable_overlap_schedule:
+        server_args.disable_overlap_schedule = True
+        logger.info("DFLASH: overlap scheduling is off on a CPU, where there is nothing to hide.")
+
+
+def resolve_config(server_args: Any, *, target_config: Any) -> cfg.DFlashConfig:
+    """Return the frozen settings of a worker whose arguments have been handled."""
+    return cfg.DFlashConfig(
+        drafter=read_drafter(server_args),
+        block_size=server_args.speculative_num_draft_tokens,
+        context_len=target_config.context_len,
+        device=_device_type(server_args),
+        draft_backend=server_args.speculative_draft_attention_backend,
+    )
+
+
+def read_drafter(server_args: Any) -> cfg.DrafterSpec:
+    """Read the drafter's config through SGLang, so that what is checked is what will load."""
+    path = server_args.speculative_draft_model_path
+    if path is None:
+        raise ValueError(
+            "DFLASH needs a drafter: pass --speculative-draft-model-path with a folder or the "
+            "name of a released one, for example z-lab/gemma-4-31B-it-DFlash."
+        )
+    try:
+        config = compat.get_config(
+            path,
+            trust_remote_code=server_args.trust_remote_code,
+            revision=server_args.speculative_draft_model_revision,
+            model_override_args=json.loads(server_args.json_model_override_args),
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"The drafter {path} cannot be read ({error}). "
+            "Pass a folder with config.json and safetensors, or a model name you have access to."
+        ) from error
+    return cfg.DrafterSpec.from_config(config.to_dict(), name=path)
+
+
+def target_spec(model_config: Any) -> cfg.TargetSpec:
+    """Return what a drafter must know of the target."""
+    architecture = model_config.hf_config.architectures[0]
+    model_class, _ = compat.ModelRegistry.resolve_model_cls([architecture])
+    text_config = model_config.hf_text_config
+    return cfg.TargetSpec(
+        name=model_config.model_path,
+        architecture=architecture,
+        hidden_size=text_config.hidden_size,
+        vocab_size=text_config.vocab_size,
+        num_layers=text_config.num_hidden_layers,
+        context_len=model_config.context_len,
+        delivers_features=hasattr(model_class, "set_dflash_layers_to_capture"),
+        # the others capture a layer's output as the next layer's input
+        delivers_last_layer=architecture.startswith("Gemma4"),
+    )
+
+
+def _refuse_unsupported(server_args: Any) -> None:
+    device = _device_type(server_args)
+    if device not in cfg.DRAFT_BACKENDS:
+        raise ValueError(
+            f"DFLASH runs on {' and '.join(cfg.DRAFT_BACKENDS)}, not on --device "
+            f"{server_args.device}. Serve without --speculative-algorithm DFLASH there."
+        )
+    asked = {
+        f"pipeline parallelism (--pp-size {server_args.pp_size})": server_args.pp_size != 1,
+        "DP attention (--enable-dp-attention)": compat.resolved_view(
+            server_args
+        ).enable_dp_attention,
+        f"PD disaggregation (--disaggregation-mode {server_args.disaggregation_mode})": (
+            server_args.disaggregation_mode != "null"
+        ),
+        "--speculative-draft-window-size": server_args.speculative_draft_window_size is not None,
+        "--enable-mixed-chunk": server_args.enable_mixed_chunk,
+        "a --speculative-accept-threshold below 1, which changes the output": min(
+            server_args.speculative_accept_threshold_single,
+            server_args.speculative_accept_threshold_acc,
+        )
+        < 1.0,
+        f"--speculative-num-steps {server_args.speculative_num_steps} (a block is drafted in one)": (
+            server_args.speculative_num_steps not in (None, 1)
+        ),
+        f"--speculative-eagle-topk {server_args.speculative_eagle_topk} (a block is one chain)": (
+            server_args.speculative_eagle_topk not in (None, 1)
+        ),
+    }
+    named = [name for name, given in asked.items() if given]
+    if named:
+        raise ValueError(
+            f"DFLASH does not support {', '.join(named)}. Drop it, or serve without "
+            "--speculative-algorithm DFLASH."
+        )
+
+
+def _device_type(server_args: Any) -> str:
+    return server_args.device.split(":")[0]
+
+
+def _asked_block_size(server_args: Any) -> int | None:
+    names = ("speculative_num_draft_tokens", "speculative_dflash_block_size")
+    asked = {name: getattr(server_args, name) for name in names}
+    sizes = {size for size in asked.values() if size is not None}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"--speculative-num-draft-tokens {asked[names[0]]} and --speculative-dflash-block-size "
+            f"{asked[names[1]]} are two names of one size. Pass one of them."
+        )
+    return sizes.pop() if sizes else None
+
+
+def _asked_draft_backend(server_args: Any) -> str | None:
+    if server_args.speculative_draft_attention_backend is not None:
+        return server_args.speculative_draft_attention_backend
+    prefill_backend, _ = compat.attention_backends_of(compat.resolved_view(server_args))
+    return prefill_backend

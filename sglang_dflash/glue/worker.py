@@ -1,0 +1,150 @@
+"""The DFLASH worker in SGLang's scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sglang_dflash
+from sglang_dflash import kernels
+from sglang_dflash.buffers import StepBuffers
+from sglang_dflash.config import DFlashConfig
+from sglang_dflash.glue import compat
+from sglang_dflash.glue.draft_model import DFlashDraftModel
+from sglang_dflash.glue.host import BatchHost, Engine
+from sglang_dflash.glue.server_args import resolve_config
+from sglang_dflash.glue.state import DFlashState
+from sglang_dflash.metrics import AcceptanceMeter
+from sglang_dflash.step import decode_step, prefill_step
+from sglang_dflash.types import DraftContext
+
+logger = logging.getLogger(__name__)
+
+
+class DFlashWorker(compat.BaseSpecWorker):
+    """Run prefill and decode steps of the target with a drafter beside it."""
+
+    def __init__(
+        self, server_args: Any, gpu_id: int, ps: Any, nccl_port: int, target_worker: Any
+    ) -> None:
+        super().__init__()
+        self._target_worker = target_worker
+        self.device = target_worker.device
+        self.config: DFlashConfig = resolve_config(
+            server_args, target_config=target_worker.model_runner.model_config
+        )
+        self.ops = kernels.choose(torch.device(self.device).type)
+        self.meter = AcceptanceMeter(self.config.block_size)
+        compat.ModelRegistry.models["DFlashDraftModel"] = DFlashDraftModel
+        bundle = compat.build_draft_tp_worker(
+            server_args=server_args,
+            gpu_id=gpu_id,
+            ps=dataclasses.replace(ps, pp_rank=0),
+            nccl_port=nccl_port,
+            target_model_config=target_worker.model_runner.model_config,
+            algo_label="DFLASH",
+            attention_backend_override=self.config.draft_backend,
+        )
+        self._draft_worker = bundle.draft_worker
+        self.engine = Engine(self.config, self.ops, target_worker, bundle.draft_model_runner)
+        logger.info("sglang_dflash owns DFLASH: %s", self.describe())
+
+    def describe(self) -> dict[str, object]:
+        """Return what runs here, for the log and /server_info."""
+        return {
+            "version": sglang_dflash.__version__,
+            "sglang": compat.installed_release(),
+            "ops": self.ops.name,
+            **self.config.summary(),
+        }
+
+    @property
+    def model_runner(self) -> Any:
+        return self._target_worker.model_runner
+
+    @property
+    def spec_v2_attn_backends(self) -> tuple[Any, ...]:
+        """Return every attention backend of a step, which decide whether lengths go to the host."""
+        return (self.model_runner.attn_backend, self.engine.draft_runner.attn_backend)
+
+    def alloc_memory_pool(
+        self,
+        memory_pool_config: Any = None,
+        req_to_token_pool: Any = None,
+        token_to_kv_pool_allocator: Any = None,
+    ) -> None:
+        """Share the target's slots: a token's draft KV stands at the slot of its target KV, so
+        prefix hits, chunks and retraction need no bookkeeping of their own."""
+        super().alloc_memory_pool(
+            memory_pool_config=memory_pool_config,
+            req_to_token_pool=req_to_token_pool,
+            token_to_kv_pool_allocator=token_to_kv_pool_allocator,
+        )
+        # row 0 of the slot table is never a request, so its row count bounds any batch
+        self.buffers = StepBuffers(
+            req_to_token_pool.req_to_token.shape[0], self.config.block_size, self.device
+        )
+
+    def forward_batch_generation(
+        self,
+        batch: Any,
+        on_publish: Callable[[Tensor], None] | None = None,
+        grammar_barrier: Any = None,
+    ) -> Any:
+        with torch.inference_mode():
+            if batch.forward_mode.is_extend():
+                return self._prefill(batch, on_publish)
+            return self._decode(batch, on_publish)
+
+    def _prefill(self, batch: Any, on_publish: Callable[[Tensor], None] | None) -> Any:
+        result = self._target_worker.forward_batch_generation(
+            batch, capture_hidden_mode=compat.CaptureHiddenMode.FULL
+        )
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        output = result.logits_output
+        features, output.hidden_states = output.hidden_states, None
+        positions = torch.cat(
+            [
+                torch.arange(start, start + length)
+                for start, length in zip(batch.prefix_lens, batch.extend_lens, strict=True)
+            ]
+        ).to(self.device, non_blocking=True)
+        prefill_step(
+            BatchHost(self.engine, batch, None),
+            features=features[: positions.shape[0]],
+            positions=positions,
+            slots=batch.out_cache_loc,
+        )
+        result.next_draft_input = DFlashState(result.next_token_ids.long(), batch.seq_lens)
+        return result
+
+    def _decode(self, batch: Any, on_publish: Callable[[Tensor], None] | None) -> Any:
+        context = DraftContext(
+            anchors=batch.spec_info.bonus_tokens,
+            lens=batch.seq_lens,
+            rows=batch.req_pool_indices,
+        )
+        host = BatchHost(self.engine, batch, on_publish)
+        commit = decode_step(host, self.ops, context, buffers=self.buffers, config=self.config)
+        return compat.GenerationBatchResult(
+            logits_output=host.target_result.logits_output,
+            next_token_ids=commit.token_ids.flatten(),
+            accept_lens=commit.lens,
+            next_draft_input=DFlashState(commit.bonus, commit.new_lens),
+            can_run_cuda_graph=host.target_result.can_run_cuda_graph,
+            speculative_num_draft_tokens=self.config.block_size,
+            new_seq_lens=commit.new_lens,
+            extra_keep_alive_refs=[host.verify_batch],
+        )
+
+    def on_verify_complete_cpu(
+        self, num_correct_drafts_per_req: list[int], batch_size: int = 0
+    ) -> None:
+        self.meter.record(num_correct_drafts_per_req)

@@ -1,0 +1,31 @@
+"""The few things the algorithm asks of an engine. `glue/host.py` is SGLang's answer."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from sglang_dflash.types import DraftBlock, DraftContext, TargetOutput
+
+
+class Host(Protocol):
+    def slot_table(self) -> Tensor:
+        """Return the map from (request row, position) to KV slot, [rows, width]."""
+        ...
+
+    def draft_tokens(self, context: DraftContext, masked: DraftBlock) -> Tensor:
+        """Run the drafter on a block whose drafts are still masked; return [b, B - 1] token ids."""
+        ...
+
+    def verify_block(self, context: DraftContext, block: DraftBlock) -> TargetOutput:
+        """Run the target on every row of the block, writing its KV at the block's slots."""
+        ...
+
+    def publish(self, new_lens: Tensor) -> None:
+        """Tell the scheduler each request's new length, before the draft KV is written."""
+        ...
+
+    def write_draft_kv(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Project target features [n, K * H] into the draft KV at the given slots [n]."""
+        ...

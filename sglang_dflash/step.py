@@ -1,0 +1,34 @@
+"""DFlash on one page: what happens to a batch in prefill and in a decode step."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sglang_dflash.accept import accept
+from sglang_dflash.buffers import StepBuffers
+from sglang_dflash.commit import plan_commit, write_features
+from sglang_dflash.draft import draft
+from sglang_dflash.config import DFlashConfig
+from sglang_dflash.host import Host
+from sglang_dflash.kernels import Ops
+from sglang_dflash.types import Commit, DraftContext
+from sglang_dflash.verify import verify
+
+
+def prefill_step(host: Host, *, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+    """Feed the drafter the prompt tokens the target has just read."""
+    host.write_draft_kv(features, positions, slots)
+
+
+def decode_step(
+    host: Host, ops: Ops, context: DraftContext, *, buffers: StepBuffers, config: DFlashConfig
+) -> Commit:
+    """Draft a block, verify it, and commit the prefix that the target itself would have written."""
+    block = draft(host, ops, context, buffers=buffers, config=config)
+    target = verify(host, context, block)
+    acceptance = accept(ops, block, target)
+    commit = plan_commit(ops, context, block, acceptance)
+    # publish before the kv write: the next step's planning reads lengths, not this cache
+    host.publish(commit.new_lens)
+    write_features(host, ops, block, target, commit)
+    return commit

@@ -1,0 +1,16 @@
+"""Stage 2: ask the target about every row of the block in one pass."""
+
+from __future__ import annotations
+
+from sglang_dflash.host import Host
+from sglang_dflash.types import DraftBlock, DraftContext, TargetOutput
+
+
+def verify(host: Host, context: DraftContext, block: DraftBlock) -> TargetOutput:
+    """Return the target's token after each row, and the features that feed the drafter."""
+    target = host.verify_block(context, block)
+    assert target.choices.shape == block.token_ids.shape, (
+        f"the target answered {tuple(target.choices.shape)} rows "
+        f"for a block of {tuple(block.token_ids.shape)}"
+    )
+    return target

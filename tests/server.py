@@ -1,0 +1,117 @@
+"""A real server on a CPU, started by the script a user runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import openai
+import requests
+
+ROOT = Path(__file__).resolve().parent.parent
+START_TIMEOUT_S = 300
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    """`with Server("--context-length", "256") as server:` serves until the block ends."""
+
+    def __init__(
+        self, *args: str, plain: bool = False, env: dict[str, str] | None = None
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False)
+        self._process = subprocess.Popen(
+            [str(ROOT / "launch" / "cpu.sh"), *args, "--port", str(self.port)],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={
+                **os.environ,
+                "PYTHON": sys.executable,
+                "PLAIN": str(int(plain)),
+                # tiny models: a second thread costs more than it brings
+                "OMP_NUM_THREADS": "1",
+                **(env or {}),
+            },
+        )
+
+    def __enter__(self) -> Server:
+        return self.wait()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def wait(self) -> Server:
+        """Return when the server answers; raise with its log if it ends instead."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the server ended at start-up:\n{self.log()[-4000:]}")
+            try:
+                if requests.get(f"{self.url}/health", timeout=10).ok:
+                    return self
+            except requests.RequestException:
+                time.sleep(0.3)
+        self.stop()
+        raise RuntimeError(f"the server did not answer in time:\n{self.log()[-4000:]}")
+
+    def wait_for_exit(self, timeout: float = START_TIMEOUT_S) -> int:
+        return self._process.wait(timeout)
+
+    def log(self) -> str:
+        return Path(self._log.name).read_text(errors="replace")
+
+    def stop(self) -> None:
+        """End the server and every process it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=300)
+
+    def generate(self, input_ids: list[int], **sampling_params: Any) -> dict[str, Any]:
+        """Ask SGLang's own endpoint, greedy unless told otherwise; return its whole answer."""
+        body = {"input_ids": input_ids, "sampling_params": {"temperature": 0, **sampling_params}}
+        response = requests.post(f"{self.url}/generate", json=body, timeout=300)
+        response.raise_for_status()
+        return response.json()
+
+    def generate_all(
+        self, prompts: list[list[int]], **sampling_params: Any
+    ) -> list[dict[str, Any]]:
+        """Ask for all prompts at the same time."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda ids: self.generate(ids, **sampling_params), prompts))
+
+    def state(self) -> dict[str, Any]:
+        response = requests.get(f"{self.url}/server_info", timeout=60)
+        response.raise_for_status()
+        return response.json()["internal_states"][0]
+
+    def acceptance(self) -> dict[str, Any]:
+        """Return our meter's snapshot."""
+        return self.state()["sglang_dflash"]["acceptance"]

@@ -1,0 +1,118 @@
+"""Random models in the shapes of real ones, for tests that need a family and not a good answer.
+
+Weights are drawn wide enough that the top two logits are almost never a rounding error apart.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from sglang_dflash.pairs import tiny_target
+from sglang_dflash.reference import Drafter, DrafterConfig
+
+FAMILIES = ("llama", "qwen3", "gemma4")
+NUM_LAYERS = 6
+HIDDEN = 128
+VOCAB = 1024
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 256,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+def make_target(family: str, folder: Path, *, seed: int = 0) -> Path:
+    """Write a random target of a family, with the embedded pair's tokenizer."""
+    torch.manual_seed(seed)
+    model = _build(family)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "norm" not in name:
+                # wide weights: a random model must not be a near-tie everywhere
+                param.normal_(std=0.08)
+    model.float().eval().save_pretrained(folder)
+    if family == "gemma4":
+        _write_sglang_gemma4_keys(folder / "config.json")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (tiny_target() / name).exists():
+            shutil.copy(tiny_target() / name, folder / name)
+    return folder
+
+
+def make_drafter(folder: Path, *, seed: int = 1, **changes: Any) -> Path:
+    """Write a random drafter that fits the targets above."""
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": VOCAB,
+        "block_size": 16,
+        "num_target_layers": NUM_LAYERS,
+        "mask_token_id": 2,
+        "target_layer_ids": (1, 3, 4),
+        "layer_types": ("sliding_attention", "full_attention"),
+        "sliding_window": 40,
+    }
+    drafter = Drafter(DrafterConfig(**{**settings, **changes}))
+    drafter.save_pretrained(folder)
+    return folder
+
+
+def _build(family: str) -> torch.nn.Module:
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(**COMMON, tie_word_embeddings=False))
+    if family == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True))
+    return Gemma4ForCausalLM(
+        Gemma4TextConfig(
+            **COMMON,
+            head_dim=32,
+            global_head_dim=64,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            sliding_window=48,
+            hidden_size_per_layer_input=0,
+            num_kv_shared_layers=0,
+            enable_moe_block=False,
+            final_logit_softcapping=30.0,
+        )
+    )
+
+
+def _write_sglang_gemma4_keys(path: Path) -> None:
+    """Spell the two head shapes as SGLang reads them from a text-only Gemma 4."""
+    config = json.loads(path.read_text())
+    config |= {
+        "swa_head_dim": config["head_dim"],
+        "swa_v_head_dim": config["head_dim"],
+        "swa_num_key_value_heads": config["num_key_value_heads"],
+        "head_dim": config["global_head_dim"],
+        "v_head_dim": config["global_head_dim"],
+        "num_key_value_heads": config["num_global_key_value_heads"],
+    }
+    path.write_text(json.dumps(config, indent=2))
