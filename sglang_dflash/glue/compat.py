@@ -78,6 +78,11 @@ SYMBOLS: dict[str, Symbol] = {
     "handle_dflash": Symbol(
         "srt.arg_groups.speculative_hook", "_handle_dflash", ("server_args",)
     ),
+    "resolve_alias": Symbol(
+        "srt.arg_groups.speculative_hook",
+        "_resolve_speculative_algorithm_alias",
+        ("speculative_algorithm",),
+    ),
     "validate_request": Symbol(
         "srt.speculative.dflash_utils", "validate_dflash_request", ("req", "enable_overlap")
     ),

@@ -61,6 +61,7 @@ def hooks() -> dict[str, Callable[..., Any]]:
 
     return {
         "create_worker": _create_worker,
+        "resolve_alias": _resolve_alias,
         "handle_dflash": _handle_dflash,
         "validate_request": sampling.refuse_in_scheduler,
         "row_headroom": memory.row_headroom,
@@ -90,6 +91,13 @@ def _create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     from sglang_dflash.glue.worker import DFlashWorker
 
     return DFlashWorker
+
+
+def _resolve_alias(original: Any, speculative_algorithm: str | None, *args: Any, **kwargs: Any):
+    """Keep SGLang from reading the drafter before we do: our message says what to do about it."""
+    if speculative_algorithm == "DFLASH":
+        return speculative_algorithm
+    return original(speculative_algorithm, *args, **kwargs)
 
 
 def _handle_dflash(original: Any, server_args: Any) -> None:

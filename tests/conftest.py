@@ -1,0 +1,32 @@
+"""Without a GPU, tests see SGLang as launch/cpu.sh does: stand-ins on the path, CPU mode on."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+import pytest
+import torch
+
+from server import ROOT
+
+STAND_INS = ROOT / "sglang_dflash" / "glue" / "cpu" / "path"
+HAS_GPU = torch.cuda.is_available()
+
+if not HAS_GPU:
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    if str(STAND_INS) not in sys.path:
+        sys.path.insert(0, str(STAND_INS))
+        inherited = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STAND_INS), inherited]))
+        # what this defines must stay alive as long as torchvision does
+        SITECUSTOMIZE = runpy.run_path(str(STAND_INS / "sitecustomize.py"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

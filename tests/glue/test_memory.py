@@ -1,0 +1,99 @@
+"""Draft KV and the second block of a step are inside what SGLang plans for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dflash.glue import compat, memory
+
+
+def server_args(**changes: Any) -> Any:
+    settings = {
+        "speculative_algorithm": "DFLASH",
+        "speculative_num_steps": 1,
+        "speculative_eagle_topk": 1,
+        "max_speculative_num_draft_tokens": 16,
+        "page_size": 1,
+    }
+    return SimpleNamespace(**{**settings, **changes})
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_slot_table_rows_hold_the_two_blocks_a_step_reserves(page_size: int) -> None:
+    """Without the room, a request near the context length writes into its neighbour's row."""
+    from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_context_len
+
+    headroom = get_req_to_token_extra_context_len(server_args(page_size=page_size))
+    context_len = 1000
+    furthest = -(-(context_len + 32) // page_size) * page_size
+    assert context_len + headroom >= furthest
+
+
+def test_headroom_of_other_algorithms_is_left_alone() -> None:
+    assert memory.row_headroom(lambda args: 20, server_args(speculative_algorithm="EAGLE")) == 20
+
+
+def kv_cache_config(algorithm: str, draft_path: Any) -> Any:
+    """What SGLang's pool configurators read, for a hybrid target of 2 full + 4 sliding layers."""
+    model_config = SimpleNamespace(
+        full_attention_layer_ids=[2, 5],
+        swa_attention_layer_ids=[0, 1, 3, 4],
+        head_dim=64,
+        v_head_dim=64,
+        swa_head_dim=32,
+        swa_v_head_dim=32,
+        get_num_kv_heads=lambda tp: 1,
+        get_swa_num_kv_heads=lambda tp: 2,
+        hf_config=SimpleNamespace(architectures=["Gemma4ForCausalLM"]),
+    )
+    args = server_args(
+        swa_full_tokens_ratio=0.5,
+        speculative_draft_model_path=draft_path,
+        speculative_draft_model_revision=None,
+        speculative_draft_attention_backend="fa4",
+        trust_remote_code=False,
+        json_model_override_args="{}",
+    )
+    return SimpleNamespace(
+        spec_algorithm=compat.SpeculativeAlgorithm.from_string(algorithm),
+        is_draft_worker=False,
+        kv_cache_dtype_str="auto",
+        kv_cache_dtype=torch.bfloat16,
+        model_dtype=torch.bfloat16,
+        model_config=model_config,
+        server_args=args,
+        sliding_window_size=47,
+        page_size=1,
+        spec_aux_config=SimpleNamespace(dflash_draft_num_layers=2, eagle_draft_num_layers=None),
+    )
+
+
+@pytest.fixture
+def single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sglang.srt.model_executor.pool_configurator as configurators
+
+    rank = SimpleNamespace(attn_tp_size=1)
+    monkeypatch.setattr(configurators, "get_parallel", lambda: rank)
+    monkeypatch.setitem(compat.__dict__, "get_parallel", lambda: rank)
+
+
+def test_hybrid_target_budgets_the_draft_kv_byte_for_byte(models: Any, single_rank: None) -> None:
+    """SGLang 0.5.17 leaves the drafter out here, and the pool outgrows the memory it was given."""
+    from sglang.srt.model_executor.pool_configurator import HybridSWAPoolConfigurator
+
+    with_drafter = HybridSWAPoolConfigurator(kv_cache_config("DFLASH", str(models / "drafter")))
+    plain = HybridSWAPoolConfigurator(kv_cache_config("NONE", None))
+    layers, kv_heads, head_dim, element = 2, 2, 32, 2
+    assert with_drafter._cell_size - plain._cell_size == layers * 2 * kv_heads * head_dim * element
+
+
+def test_fa4_draft_keeps_model_dtype_beside_an_fp8_target(models: Any, single_rank: None) -> None:
+    kvc = kv_cache_config("DFLASH", str(models / "drafter"))
+    kvc.kv_cache_dtype = torch.float8_e4m3fn
+    assert memory.draft_kv_bytes(kvc) == 2 * 2 * 2 * 32 * 2
+    kvc.server_args.speculative_draft_attention_backend = "triton"
+    assert memory.draft_kv_bytes(kvc) == 2 * 2 * 2 * 32

@@ -1,0 +1,150 @@
+"""What a user can get wrong on the command line is refused before anything loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_dflash.glue import compat
+
+
+def parse(models: Path, *extra: str, drafter: Path | str | None = None) -> Any:
+    """Parse a command line as launch_server does."""
+    from sglang.srt.server_args import prepare_server_args
+
+    args = ["--model-path", str(models / "llama"), "--device", "cpu", "--dtype", "float32"]
+    args += ["--attention-backend", "torch_native", "--disable-cuda-graph"]
+    args += ["--speculative-algorithm", "DFLASH"]
+    if drafter != "":
+        args += ["--speculative-draft-model-path", str(drafter or models / "drafter")]
+    return prepare_server_args([*args, *extra])
+
+
+def changed_drafter(models: Path, folder: Path, **changes: Any) -> Path:
+    """Copy the drafter with other keys in its config.json; None removes a key."""
+    shutil.copytree(models / "drafter", folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return folder
+
+
+def test_arguments_are_completed(models: Path) -> None:
+    args = parse(models)
+    assert args.speculative_num_draft_tokens == 16
+    assert args.speculative_num_steps == args.speculative_eagle_topk == 1
+    assert args.speculative_draft_attention_backend == "torch_native"
+    assert args.max_running_requests == 48
+    assert args.disable_overlap_schedule
+
+
+def test_smaller_block_is_kept(models: Path) -> None:
+    assert parse(models, "--speculative-num-draft-tokens", "8").speculative_num_draft_tokens == 8
+    assert parse(models, "--speculative-dflash-block-size", "8").speculative_num_draft_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        pytest.param(
+            ["--speculative-num-draft-tokens", "17"], "17 exceeds the block size 16", id="block 17"
+        ),
+        pytest.param(
+            ["--speculative-num-draft-tokens", "1"], "1 leaves nothing to draft", id="block 1"
+        ),
+        pytest.param(
+            ["--speculative-num-draft-tokens", "8", "--speculative-dflash-block-size", "4"],
+            "two names of one size",
+            id="two blocks",
+        ),
+        pytest.param(["--pp-size", "2"], r"pipeline parallelism \(--pp-size 2\)", id="pp"),
+        pytest.param(
+            ["--enable-dp-attention", "--dp-size", "2", "--tp-size", "2"],
+            r"DP attention",
+            id="dp attention",
+        ),
+        pytest.param(
+            ["--disaggregation-mode", "decode"],
+            r"PD disaggregation \(--disaggregation-mode decode\)",
+            id="pd",
+        ),
+        pytest.param(
+            ["--speculative-draft-attention-backend", "fa4"],
+            "fa4 cannot run.*--speculative-draft-attention-backend torch_native",
+            id="draft backend",
+        ),
+        pytest.param(
+            ["--speculative-accept-threshold-single", "0.5"],
+            "accept-threshold below 1, which changes the output",
+            id="lossy",
+        ),
+        pytest.param(["--speculative-num-steps", "3"], "drafted in one", id="steps"),
+        pytest.param(["--speculative-draft-window-size", "64"], "draft-window-size", id="window"),
+    ],
+)
+def test_unsupported_argument_is_refused(models: Path, extra: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(models, *extra)
+
+
+def test_device_is_refused(models: Path) -> None:
+    from sglang_dflash.glue.server_args import handle_dflash
+
+    args = parse(models)
+    object.__setattr__(args, "device", "xpu")
+    with pytest.raises(ValueError, match="runs on cuda and cpu, not on --device xpu"):
+        handle_dflash(args)
+
+
+def test_missing_drafter_is_refused(models: Path) -> None:
+    with pytest.raises(ValueError, match="DFLASH needs a drafter: pass --speculative-draft-model"):
+        parse(models, drafter="")
+
+
+def test_target_without_features_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_class, _ = compat.ModelRegistry.resolve_model_cls(["LlamaForCausalLM"])
+    monkeypatch.delattr(model_class, "set_dflash_layers_to_capture")
+    with pytest.raises(ValueError, match=r"\(LlamaForCausalLM\) cannot deliver hidden states"):
+        parse(models)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"hidden_size": 64}, "has hidden size 64.*has 128", id="hidden size"),
+        pytest.param({"vocab_size": 1000}, "vocabulary of 1000.*of 1024", id="vocabulary"),
+        pytest.param(
+            {"dflash_config": {"mask_token_id": 2, "target_layer_ids": [1, 3, 9]}},
+            r"reads target layers \[9\]",
+            id="layer ids",
+        ),
+        pytest.param(
+            {"dflash_config": {"mask_token_id": 2, "target_layer_ids": [1, 3]}},
+            "trained on 3 features.*names 2 target layers",
+            id="features",
+        ),
+        pytest.param(
+            {"dflash_config": {"target_layer_ids": [1, 3, 4]}}, "names no mask token", id="mask"
+        ),
+    ],
+)
+def test_drafter_that_does_not_fit_is_refused(
+    models: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    drafter = changed_drafter(models, tmp_path / "drafter", **changes)
+    with pytest.raises(ValueError, match=message):
+        parse(models, drafter=drafter)
+
+
+@pytest.mark.parametrize("content", [None, "{ not json"], ids=["absent", "garbled"])
+def test_unreadable_drafter_is_refused(models: Path, tmp_path: Path, content: str | None) -> None:
+    folder = tmp_path / "drafter"
+    if content is not None:
+        folder.mkdir()
+        (folder / "config.json").write_text(content)
+    with pytest.raises(ValueError, match="cannot be read.*Pass a folder with config.json"):
+        parse(models, drafter=folder)

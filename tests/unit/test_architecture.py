@@ -1,0 +1,96 @@
+"""The rules of the architecture, read from the source."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from server import ROOT
+
+PACKAGE = ROOT / "sglang_dflash"
+STAND_INS = PACKAGE / "glue" / "cpu" / "path"
+SOURCES = sorted(
+    path for path in PACKAGE.rglob("*.py") if STAND_INS not in path.parents
+)
+
+# what each part may import of the package; whoever is absent may import anything
+ALLOWED = {
+    "types": set(),
+    "config": set(),
+    "metrics": set(),
+    "host": {"types"},
+    "buffers": {"types"},
+    "kernels": {"kernels"},
+    "draft": {"buffers", "config", "host", "kernels", "types"},
+    "verify": {"host", "types"},
+    "accept": {"kernels", "types"},
+    "commit": {"host", "kernels", "types"},
+    "step": {
+        "accept",
+        "buffers",
+        "commit",
+        "config",
+        "draft",
+        "host",
+        "kernels",
+        "types",
+        "verify",
+    },
+    "reference": {"reference"},
+    "pairs": {"pairs"},
+    "train": {"train", "reference", "pairs"},
+}
+# "about 400" in the design
+MAX_MODULE_LINES = 420
+MAX_FUNCTION_LINES = 60
+
+
+def imports_of(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: imports are absolute"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_follow_the_direction_of_the_design(path: Path) -> None:
+    """One import the wrong way makes the algorithm depend on its engine."""
+    part = part_of(path)
+    used = {
+        name.split(".")[1] for name in imports_of(path) if name.startswith("sglang_dflash.")
+    }
+    if part in ALLOWED:
+        assert used <= ALLOWED[part], f"{part} imports {sorted(used - ALLOWED[part])}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_sglang_is_named_in_compat_only(path: Path) -> None:
+    named = {name for name in imports_of(path) if name.split(".")[0] == "sglang"}
+    assert not named, "go through sglang_dflash.glue.compat"
+    text = path.read_text()
+    if path != PACKAGE / "glue" / "compat.py":
+        assert '"srt.' not in text and "sglang.srt." not in text.replace("`sglang.srt.plugins`", "")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_modules_and_functions_stay_readable(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_MODULE_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+
+
+def test_the_table_names_only_parts_that_exist() -> None:
+    assert set(ALLOWED) <= {part_of(path) for path in SOURCES}

@@ -1,0 +1,142 @@
+"""The twins are the specification, so their cases can be checked by eye."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sglang_dflash.kernels import TORCH, choose, reference
+
+
+def test_block_starts_with_the_anchor_and_masks_the_rest() -> None:
+    table = torch.arange(100).view(2, 50) + 1000
+    out = [torch.full((2, 4), -7) for _ in range(3)]
+    reference.build_block(
+        torch.tensor([5, 6]),
+        torch.tensor([10, 20]),
+        torch.tensor([1, 0]),
+        table,
+        mask_token_id=99,
+        last_position=63,
+        token_ids=out[0],
+        positions=out[1],
+        slots=out[2],
+    )
+    assert out[0].tolist() == [[5, 99, 99, 99], [6, 99, 99, 99]]
+    assert out[1].tolist() == [[10, 11, 12, 13], [20, 21, 22, 23]]
+    assert out[2].tolist() == [[1060, 1061, 1062, 1063], [1020, 1021, 1022, 1023]]
+
+
+def test_positions_stop_at_the_context_but_slots_go_on() -> None:
+    """Rows past the context still need slots of their own: a shared slot would be overwritten."""
+    out = [torch.zeros(1, 4, dtype=torch.int64) for _ in range(3)]
+    reference.build_block(
+        torch.tensor([5]),
+        torch.tensor([30]),
+        torch.tensor([0]),
+        torch.arange(50)[None],
+        mask_token_id=9,
+        last_position=31,
+        token_ids=out[0],
+        positions=out[1],
+        slots=out[2],
+    )
+    assert out[1].tolist() == [[30, 31, 31, 31]]
+    assert out[2].tolist() == [[30, 31, 32, 33]]
+
+
+@pytest.mark.parametrize(
+    ("block", "choices", "num_correct", "bonus"),
+    [
+        pytest.param([7, 1, 2, 9], [1, 2, 3, 4], 2, 3, id="third draft wrong"),
+        pytest.param([7, 1, 2, 3], [1, 2, 3, 4], 3, 4, id="all right"),
+        pytest.param([7, 5, 2, 3], [1, 2, 3, 4], 0, 1, id="first wrong, later ones do not count"),
+        pytest.param([7, 1, 1, 1], [1, 1, 1, 1], 3, 1, id="repeats"),
+    ],
+)
+def test_walk_follows_the_draft_while_the_target_agrees(
+    block: list[int], choices: list[int], num_correct: int, bonus: int
+) -> None:
+    count, token = reference.accept_walk(torch.tensor([block]), torch.tensor([choices]))
+    assert (count.item(), token.item()) == (num_correct, bonus)
+    assert (count.dtype, token.dtype) == (torch.int32, torch.int64)
+
+
+def test_commit_holds_the_correct_drafts_then_the_bonus_then_zeros() -> None:
+    lens, tokens, new_lens = reference.commit_tokens(
+        torch.tensor([[7, 1, 2, 9], [7, 1, 2, 3], [7, 5, 5, 5]]),
+        torch.tensor([2, 3, 0], dtype=torch.int32),
+        torch.tensor([30, 40, 10]),
+        torch.tensor([100, 200, 300]),
+    )
+    assert lens.tolist() == [3, 4, 1]
+    assert tokens.tolist() == [[1, 2, 30, 0], [1, 2, 3, 40], [10, 0, 0, 0]]
+    assert new_lens.tolist() == [103, 204, 301]
+
+
+def test_rows_past_the_commit_go_to_the_scratch_slot() -> None:
+    slots = reference.committed_slots(
+        torch.tensor([[11, 12, 13], [21, 22, 23]]), torch.tensor([1, 3], dtype=torch.int32)
+    )
+    assert slots.tolist() == [[11, 0, 0], [21, 22, 23]]
+
+
+def naive_attention(query, keys, values, visible, scale, cap):
+    """One query at a time, one head at a time."""
+    out = torch.zeros(*query.shape[:-1], values.shape[-1])
+    group = query.shape[1] // keys.shape[1]
+    for i in range(query.shape[0]):
+        for h in range(query.shape[1]):
+            scores = keys[:, h // group] @ query[i, h] * scale
+            if cap:
+                scores = cap * torch.tanh(scores / cap)
+            weights = torch.softmax(scores[visible[i]], dim=0)
+            out[i, h] = weights @ values[visible[i], h // group]
+    return out
+
+
+@pytest.mark.parametrize("cap", [0.0, 5.0], ids=["no cap", "cap"])
+@pytest.mark.parametrize("window", [-1, 3], ids=["full", "window"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_paged_attention_equals_one_query_at_a_time(causal: bool, window: int, cap: float) -> None:
+    torch.manual_seed(0)
+    kv_lens, width = [9, 6], 4
+    keys, values = torch.randn(40, 2, 8), torch.randn(40, 2, 16)
+    # a slot that no request owns poisons whoever reads it
+    keys[0] = values[0] = math.nan
+    slots = torch.zeros(2, 9, dtype=torch.int64)
+    slots[0] = torch.arange(10, 19)
+    slots[1, :6] = torch.arange(30, 36)
+    query = torch.randn(2, width, 4, 8)
+    positions = torch.stack([torch.arange(n - width, n) for n in kv_lens])
+    out = reference.paged_attention(
+        query,
+        keys,
+        values,
+        slots,
+        torch.tensor(kv_lens),
+        positions,
+        scale=0.3,
+        causal=causal,
+        window_left=window,
+        logit_cap=cap,
+    )
+    for i, kv_len in enumerate(kv_lens):
+        columns = torch.arange(kv_len)
+        visible = torch.ones(width, kv_len, dtype=torch.bool)
+        if causal:
+            visible &= columns <= positions[i][:, None]
+        if window >= 0:
+            visible &= columns >= positions[i][:, None] - window
+        own = slots[i, :kv_len]
+        expected = naive_attention(query[i], keys[own], values[own], visible, 0.3, cap)
+        # fp32, sums of at most 9 terms
+        torch.testing.assert_close(out[i], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_unknown_device_is_refused_by_name() -> None:
+    assert choose("cpu") is TORCH
+    with pytest.raises(ValueError, match="no ops for device 'xpu'; it has cpu, cuda"):
+        choose("xpu")

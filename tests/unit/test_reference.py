@@ -1,0 +1,372 @@
+"""The oracle judged by its own rules: masks by eye, greedy equality, and the draft KV invariant."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.reference.generate import (
+    Block,
+    capture_features,
+    draft_block,
+    generate,
+    generate_plain,
+    prefill,
+    recompute_context,
+    verify_block,
+)
+from sglang_dflash.reference.model import FULL, SLIDING, Drafter, DrafterConfig, block_mask
+
+CONFIG = DrafterConfig(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=64,
+    block_size=8,
+    num_target_layers=4,
+    mask_token_id=3,
+    target_layer_ids=(0, 2),
+    layer_types=(SLIDING, FULL),
+    sliding_window=6,
+)
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+
+
+def make_target(kind: str):
+    torch.manual_seed(0)
+    if kind == "llama":
+        target = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    elif kind == "qwen3":
+        target = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True))
+    else:
+        # untied: a scaled and tied embedding would make an untrained model repeat its input
+        config = Gemma3TextConfig(
+            **SHAPE,
+            sliding_window=8,
+            layer_types=[SLIDING, FULL, SLIDING, FULL],
+            query_pre_attn_scalar=16,
+            tie_word_embeddings=False,
+        )
+        target = Gemma3ForCausalLM(config)
+    # the default initial weights make greedy text settle on one token; wider ones keep it moving
+    for parameter in target.parameters():
+        if parameter.dim() == 2:
+            parameter.data.normal_(0, 0.25)
+    return target.eval().requires_grad_(False)
+
+
+def make_drafter(**changes) -> Drafter:
+    torch.manual_seed(1)
+    return Drafter(replace(CONFIG, **changes)).eval().requires_grad_(False)
+
+
+def seen(mask: torch.Tensor) -> list[str]:
+    return ["".join("x" if key else "." for key in row) for row in mask[0].tolist()]
+
+
+def test_full_layer_sees_the_context_before_the_anchor_and_its_whole_block():
+    """If this broke, the drafter would read features that do not exist yet at inference."""
+    mask = block_mask(
+        torch.tensor([[[3, 4, 5]]]), context_lens=torch.tensor([5]), context_size=5, window=None
+    )
+    assert seen(mask) == ["xxx.." + "xxx"] * 3
+
+
+def test_sliding_layer_is_causal_in_the_block_and_counts_the_token_itself():
+    """If this broke, served sliding layers (window_left = sliding_window - 1) would disagree."""
+    mask = block_mask(
+        torch.tensor([[[4, 5, 6]]]), context_lens=torch.tensor([4]), context_size=4, window=3
+    )
+    assert seen(mask) == [
+        "..xx" + "x..",
+        "...x" + "xx.",
+        "...." + "xxx",
+    ]
+
+
+def test_blocks_of_one_sequence_do_not_see_each_other():
+    """If this broke, training would leak later answers into earlier blocks."""
+    mask = block_mask(
+        torch.tensor([[[1, 2], [3, 4]]]),
+        context_lens=torch.tensor([5]),
+        context_size=5,
+        window=None,
+    )
+    assert seen(mask) == ["x...." + "xx.."] * 2 + ["xxx.." + "..xx"] * 2
+
+
+def test_padding_rows_of_the_context_are_never_seen():
+    """If this broke, a short row of a batch would attend to whatever lies in its padding."""
+    mask = block_mask(
+        torch.tensor([[[4, 5]]]), context_lens=torch.tensor([2]), context_size=4, window=None
+    )
+    assert seen(mask) == ["xx.." + "xx"] * 2
+
+
+@pytest.mark.parametrize("kind,reach", [(FULL, 0), (SLIDING, 5)])
+def test_a_changed_last_slot_reaches_only_whom_the_layer_lets_it(kind: str, reach: int):
+    """If this broke, the mask would be right on paper and unused in the layers."""
+    drafter = make_drafter(layer_types=(kind, kind))
+    torch.manual_seed(2)
+    context = drafter.context_kv(torch.randn(1, 4, 32), torch.arange(4)[None])
+    x = torch.randn(1, 6, 32)
+    changed = x.clone()
+    changed[:, -1] += 1
+    positions = 4 + torch.arange(6)[None]
+    one = drafter(x, positions, context=context)
+    two = drafter(changed, positions, context=context)
+    differs = (one != two).any(-1)[0].tolist()
+    assert differs == [k >= reach for k in range(6)]
+
+
+def test_context_outside_the_window_has_no_influence_on_sliding_layers():
+    """If this broke, a windowed cache that drops old tokens would change the drafts."""
+    drafter = make_drafter(layer_types=(SLIDING, SLIDING), sliding_window=4)
+    torch.manual_seed(2)
+    rows = torch.randn(1, 10, 32)
+    other = rows.clone()
+    # the anchor at position 10 sees positions 7, 8, 9 and itself
+    other[:, :7] += 1
+    x, positions, where = torch.randn(1, 3, 32), 10 + torch.arange(3)[None], torch.arange(10)[None]
+    one = drafter(x, positions, context=drafter.context_kv(rows, where))
+    two = drafter(x, positions, context=drafter.context_kv(other, where))
+    assert torch.equal(one, two)
+    other[:, 7] += 1
+    three = drafter(x, positions, context=drafter.context_kv(other, where))
+    assert not torch.equal(one[:, 0], three[:, 0])
+
+
+def test_training_forward_at_an_anchor_equals_the_inference_block():
+    """If this broke, the drafter would be trained on another function than the one served."""
+    drafter = make_drafter()
+    torch.manual_seed(3)
+    projected = torch.randn(2, 20, 32)
+    steps = torch.arange(20).expand(2, -1)
+    lens = torch.tensor([20, 15])
+    anchors = torch.tensor([[4, 11, 17], [2, 9, 14]])
+    embeddings = torch.randn(2, 3, 8, 32)
+    together = drafter.forward_anchors(
+        embeddings, anchors, context=drafter.context_kv(projected, steps), context_lens=lens
+    )
+    for row in range(2):
+        for n, anchor in enumerate(anchors[row].tolist()):
+            context = drafter.context_kv(projected[row : row + 1, :anchor], steps[:1, :anchor])
+            alone = drafter(
+                embeddings[row : row + 1, n], anchor + torch.arange(8)[None], context=context
+            )
+            # fp32, sums taken in another order
+            torch.testing.assert_close(together[row, n], alone[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+def test_features_are_the_outputs_of_the_named_layers(kind: str):
+    """If this broke (an off-by-one), acceptance would collapse on released checkpoints."""
+    target = make_target(kind)
+    outputs = {}
+    for i in (0, 2):
+        target.model.layers[i].register_forward_hook(
+            lambda _module, _args, out, i=i: outputs.update(
+                {i: out[0] if isinstance(out, tuple) else out}
+            )
+        )
+    features = capture_features(target, torch.tensor([[5, 6, 7]]), (0, 2))
+    assert torch.equal(features, torch.cat((outputs[0], outputs[2]), dim=-1))
+
+
+def test_last_layer_is_refused_as_a_feature():
+    """If this broke, the drafter would be fed hidden states after the final norm."""
+    with pytest.raises(ValueError, match=r"Cannot capture layers \[3\] of a target with 4 layers"):
+        capture_features(make_target("llama"), torch.tensor([[5]]), (0, 3))
+
+
+@pytest.mark.parametrize("block_size", [2, 5, 8])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+def test_drafting_changes_no_token_of_an_untrained_pair(kind: str, block_size: int):
+    """If this broke, DFlash would not be lossless."""
+    target, drafter = make_target(kind), make_drafter()
+    prompt = [5, 9, 33, 12, 50, 7, 7, 21]
+    plain = generate_plain(target, prompt, max_new_tokens=40)
+    drafted = generate(target, drafter, prompt, max_new_tokens=40, block_size=block_size)
+    assert drafted.token_ids == plain
+    assert len(set(plain)) > 3, plain
+
+
+def test_generation_stops_at_the_end_token_and_keeps_it():
+    """If this broke, the two loops would disagree on where an answer ends."""
+    target, drafter = make_target("llama"), make_drafter()
+    prompt = [5, 9, 33]
+    free = generate_plain(target, prompt, max_new_tokens=20)
+    end = free[7]
+    expected = free[: free.index(end) + 1]
+    drafted = generate(target, drafter, prompt, max_new_tokens=20, eos_token_ids={end})
+    assert drafted.token_ids == expected
+    assert generate_plain(target, prompt, max_new_tokens=20, eos_token_ids={end}) == expected
+
+
+def test_blocks_follow_each_other_by_what_was_committed():
+    """If this broke, another implementation could not be compared block for block."""
+    target, drafter = make_target("qwen3"), make_drafter()
+    prompt = [5, 9, 33, 12]
+    found = generate(target, drafter, prompt, max_new_tokens=30)
+    start = len(prompt)
+    whole = prompt + generate_plain(target, prompt, max_new_tokens=60)
+    for block, commit_len in zip(found.blocks, found.commit_lens, strict=True):
+        assert block.start == start
+        assert len(block.token_ids) == 8
+        assert block.token_ids[:commit_len] == tuple(whole[start : start + commit_len])
+        start += commit_len
+
+
+@pytest.mark.parametrize("correct", [0, 3, 7], ids=["none", "some", "all"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_wrong_drafts_commit_the_correct_prefix_and_the_bonus(kind: str, correct: int):
+    """If this broke, acceptance would be off by one or the bonus would be a draft."""
+    target, drafter = make_target(kind), make_drafter()
+    prompt = [5, 9, 33, 12]
+    future = generate_plain(target, prompt, max_new_tokens=20)
+    state = prefill(target, drafter, prompt)
+    drafts = future[1 : 1 + correct] + [(t + 1) % 64 for t in future[1 + correct : 8]]
+    commit_len = verify_block(
+        target, drafter, state, block=Block(state.start, (future[0], *drafts))
+    )
+    assert commit_len == correct + 1
+    assert state.token_ids == prompt + future[: correct + 2]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+def test_draft_kv_equals_kv_from_scratch_after_any_accept_pattern(kind: str):
+    """If this broke, rejected tokens would stay in the draft KV and poison later blocks."""
+    target, drafter = make_target(kind), make_drafter()
+    prompt = [5, 9, 33, 12, 50]
+    future = generate_plain(target, prompt, max_new_tokens=40)
+    state = prefill(target, drafter, prompt)
+    for correct in (0, 7, 2, 5, 0, 1):
+        done = len(state.token_ids) - len(prompt)
+        drafts = future[done : done + correct]
+        drafts += [(t + 1) % 64 for t in future[done + correct : done + 7]]
+        block = Block(state.start, (state.token_ids[-1], *drafts))
+        assert verify_block(target, drafter, state, block=block) == correct + 1
+        fresh = recompute_context(target, drafter, state.token_ids[: state.start])
+        assert len(state.context) == state.start
+        # fp32: the cached forward sums in another order than the whole one
+        close = {"rtol": 1e-3, "atol": 1e-4}
+        for one, two in zip(state.context.keys, fresh.keys, strict=True):
+            torch.testing.assert_close(one, two, **close)
+        for one, two in zip(state.context.values, fresh.values, strict=True):
+            torch.testing.assert_close(one, two, **close)
+
+
+def test_block_larger_than_trained_is_refused():
+    """If this broke, slots the drafter never saw in training would be drafted."""
+    with pytest.raises(ValueError, match="block_size 9 was asked for .* trained with 8"):
+        generate(make_target("llama"), make_drafter(), [5], max_new_tokens=4, block_size=9)
+
+
+def test_saved_drafter_loads_to_the_same_numbers(tmp_path):
+    """If this broke, a trained drafter could not be handed to a server."""
+    drafter = make_drafter().to(torch.bfloat16)
+    drafter.save_pretrained(tmp_path)
+    loaded = Drafter.from_pretrained(tmp_path, torch.bfloat16)
+    assert loaded.config == drafter.config
+    for name, value in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+
+
+def test_model_prefix_in_weight_names_is_accepted(tmp_path):
+    """If this broke, some released checkpoints would not load."""
+    drafter = make_drafter()
+    drafter.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({f"model.{k}": v for k, v in load_file(file).items()}, file)
+    assert Drafter.from_pretrained(tmp_path).config == drafter.config
+
+
+RAW = CONFIG.to_json()
+
+
+@pytest.mark.parametrize(
+    "changes,field,value",
+    [
+        ({"layer_types": None}, "layer_types", (FULL, FULL)),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta", 5e5),
+        ({"rope_theta": 1e6}, "rope_theta", 1e6),
+        (
+            {"block_size": None, "dflash_config": {**RAW["dflash_config"], "block_size": 4}},
+            "block_size",
+            4,
+        ),
+        ({"head_dim": None, "num_attention_heads": 2}, "head_dim", 16),
+    ],
+    ids=["no layer types", "nested theta", "top theta", "nested block size", "no head dim"],
+)
+def test_config_reads_every_released_spelling(changes, field, value):
+    """If this broke, a released drafter would load with a wrong default in silence."""
+    raw = json.loads(json.dumps({**RAW, **changes}))
+    assert getattr(DrafterConfig.from_json(raw), field) == value
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"layer_types": [FULL]}, "names 1 layers but num_hidden_layers is 2"),
+        ({"layer_types": [FULL, "chunked"]}, "chunked"),
+        ({"sliding_window": None}, "sliding_window is None"),
+        ({"dflash_config": {**RAW["dflash_config"], "target_layer_ids": [0, 3]}}, "0..2"),
+        ({"dflash_config": {**RAW["dflash_config"], "block_size": 4}}, "block_size is 8"),
+        ({"dflash_config": {**RAW["dflash_config"], "selector_rank": 256}}, "selector_rank"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+    ],
+)
+def test_config_refuses_what_the_oracle_does_not_compute(changes, message):
+    """If this broke, the oracle would give wrong answers instead of none."""
+    with pytest.raises(ValueError, match=message):
+        DrafterConfig.from_json({**RAW, **changes})
+
+
+@pytest.mark.parametrize(
+    "prompt", ["Tell me a story about Mira the brave fox.", "Count from 3 to 12."]
+)
+def test_drafting_changes_no_token_of_the_embedded_pair(prompt: str):
+    """If this broke, DFlash would not be lossless where most drafts are accepted."""
+    target = AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.float32).eval()
+    drafter = Drafter.from_pretrained(tiny_drafter())
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target())
+    messages = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.encode(text)
+    stop = {tokenizer.eos_token_id}
+    drafted = generate(target, drafter, ids, max_new_tokens=100, eos_token_ids=stop)
+    plain = generate_plain(target, ids, max_new_tokens=100, eos_token_ids=stop)
+    assert drafted.token_ids == plain
+    first = drafted.blocks[0]
+    state = prefill(target, drafter, ids)
+    assert draft_block(target, drafter, state, block_size=16) == first

@@ -1,0 +1,112 @@
+"""The order and the data of a step, on a host of a few lines that plays the engine."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_dflash.buffers import StepBuffers
+from sglang_dflash.config import DFlashConfig, DrafterSpec
+from sglang_dflash.kernels import TORCH
+from sglang_dflash.step import decode_step, prefill_step
+from sglang_dflash.types import DraftContext, TargetOutput
+
+B = 4
+
+
+def config() -> DFlashConfig:
+    drafter = DrafterSpec.from_config(
+        {
+            "hidden_size": 8,
+            "vocab_size": 100,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "block_size": B,
+            "dflash_config": {"mask_token_id": 99, "target_layer_ids": [1]},
+        },
+        name="drafter",
+    )
+    return DFlashConfig(drafter, B, context_len=64, device="cpu", draft_backend="torch_native")
+
+
+class CountingHost:
+    """A target that counts upwards, and a drafter that counts until it stumbles."""
+
+    def __init__(self, right_until: list[int]) -> None:
+        self.right_until = right_until
+        self.events: list[str] = []
+        self.written: dict[int, float] = {}
+
+    def slot_table(self):
+        return torch.arange(2 * 64).view(2, 64)
+
+    def draft_tokens(self, context, masked):
+        self.events.append("draft")
+        assert (masked.token_ids[:, 1:] == 99).all()
+        drafts = context.anchors[:, None] + torch.arange(1, B)
+        for row, limit in enumerate(self.right_until):
+            drafts[row, limit:] = 0
+        return drafts
+
+    def verify_block(self, context, block):
+        self.events.append("verify")
+        return TargetOutput(
+            choices=block.token_ids + 1, features=block.token_ids.flatten()[:, None].float()
+        )
+
+    def publish(self, new_lens):
+        self.events.append(f"publish {new_lens.tolist()}")
+
+    def write_draft_kv(self, features, positions, slots):
+        self.events.append("write")
+        self.written.update(zip(slots.tolist(), features[:, 0].tolist(), strict=True))
+
+
+def run(right_until: list[int]):
+    host = CountingHost(right_until)
+    context = DraftContext(
+        anchors=torch.tensor([10, 50]), lens=torch.tensor([5, 7]), rows=torch.tensor([0, 1])
+    )
+    buffers = StepBuffers(max_requests=4, block_size=B, device="cpu")
+    return host, decode_step(host, TORCH, context, buffers=buffers, config=config())
+
+
+def test_step_commits_the_correct_drafts_and_one_target_token() -> None:
+    _, commit = run([2, 0])
+    assert commit.lens.tolist() == [3, 1]
+    assert commit.token_ids.tolist() == [[11, 12, 13, 0], [51, 0, 0, 0]]
+    assert commit.bonus.tolist() == [13, 51]
+    assert commit.new_lens.tolist() == [8, 8]
+
+
+def test_lengths_are_published_before_the_draft_kv_is_written() -> None:
+    """The next step is planned from the published lengths while the write still runs."""
+    host, _ = run([3, 1])
+    assert host.events == ["draft", "verify", "publish [9, 9]", "write"]
+
+
+def test_draft_kv_is_written_for_committed_rows_only() -> None:
+    """Request 0 keeps anchor and two drafts at slots 5..7; request 1 only its anchor, at 64+7."""
+    host, _ = run([2, 0])
+    kept = {slot: token for slot, token in host.written.items() if slot != 0}
+    assert kept == {5: 10.0, 6: 11.0, 7: 12.0, 71: 50.0}
+
+
+def test_prefill_writes_every_prompt_token() -> None:
+    host = CountingHost([])
+    prefill_step(
+        host,
+        features=torch.tensor([[1.0], [2.0]]),
+        positions=torch.tensor([0, 1]),
+        slots=torch.tensor([40, 41]),
+    )
+    assert host.written == {40: 1.0, 41: 2.0}
+
+
+def test_buffers_refuse_a_batch_larger_than_planned() -> None:
+    buffers = StepBuffers(max_requests=2, block_size=B, device="cpu")
+    try:
+        buffers.block(3)
+    except AssertionError as error:
+        assert "3 requests exceed the 2 planned" in str(error)
+    else:
+        raise AssertionError("a third request must not fit")

@@ -1,0 +1,351 @@
+"""Training in small: what is learned, what is exported, what is held out, what was committed."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import repeat
+from random import Random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.reference.model import FULL, SLIDING, Drafter, DrafterConfig
+from sglang_dflash.train import grammar
+from sglang_dflash.train.batches import collate, encode_chat, encode_prompt, iterate_batches
+from sglang_dflash.train.data import make_conversations, sample_prompts, split_of
+from sglang_dflash.train.evaluate import evaluate, grammar_answers
+from sglang_dflash.train.export import export_drafter, export_target, round_to_bfloat16
+from sglang_dflash.train.loop import DrafterLoss, Schedule, answer_prompts, optimise, target_loss
+from sglang_dflash.train.loss import (
+    Anchors,
+    make_labels,
+    sample_anchors,
+    slot_weights,
+    weighted_cross_entropy,
+)
+from sglang_dflash.train.tiny import drafter_config
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(tiny_target())
+
+
+@pytest.fixture(scope="module")
+def examples(tokenizer):
+    return [encode_chat(tokenizer, c.messages()) for c in make_conversations(40, seed=5)]
+
+
+def make_target() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+        pad_token_id=0,
+        bos_token_id=None,
+        # wide, so that the frozen tied head can express a preference before any training
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def make_drafter() -> Drafter:
+    torch.manual_seed(1)
+    config = DrafterConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=1024,
+        block_size=8,
+        num_target_layers=3,
+        mask_token_id=3,
+        target_layer_ids=(0, 1),
+        layer_types=(SLIDING, FULL),
+        sliding_window=16,
+    )
+    return Drafter(config)
+
+
+def test_slot_weights_fall_by_e_over_gamma_slots():
+    """If this broke, the far slots would drown the near ones, which decide acceptance."""
+    weights = slot_weights(4, gamma=2.0)
+    expected = [1.0, math.exp(-0.5), math.exp(-1.0)]
+    torch.testing.assert_close(weights, torch.tensor(expected))
+
+
+def test_loss_is_the_weighted_mean():
+    """If this broke, losses of batches with other answer lengths could not be compared."""
+    logits = torch.tensor([[0.0, 0.0], [0.0, math.log(3.0)]])
+    loss = weighted_cross_entropy(logits, torch.tensor([0, 1]), torch.tensor([3.0, 1.0]))
+    expected = (3 * math.log(2) + math.log(4 / 3)) / 4
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_anchors_lie_in_answers_and_have_a_next_token():
+    """If this broke, blocks would be trained where a server never drafts."""
+    mask = torch.tensor([[0, 1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 1]]).bool()
+    anchors = sample_anchors(mask, 9, generator=torch.Generator().manual_seed(0))
+    rows = [sorted(p[e].tolist()) for p, e in zip(anchors.positions, anchors.exist, strict=True)]
+    assert rows == [[1, 2], [5]]
+
+
+def test_a_block_ends_where_its_answer_ends():
+    """If this broke, the drafter would learn to predict the user's next question."""
+    ids = torch.tensor([[10, 11, 12, 13, 14, 15]])
+    #                    user  ---answer---  user  answer
+    mask = torch.tensor([[0, 1, 1, 1, 0, 1]]).bool()
+    anchors = Anchors(torch.tensor([[1, 2]]), torch.tensor([[True, False]]))
+    labels = make_labels(ids, mask, anchors, block_size=6, gamma=1e9)
+    assert labels.token_ids[0, 0].tolist() == [12, 13, 14, 15, 15]
+    # the second anchor does not exist
+    assert labels.weights[0].round().tolist() == [[1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
+
+
+def test_schedule_warms_up_and_ends_at_its_floor():
+    """If this broke, the last steps would not settle."""
+    schedule = Schedule(steps=101, learning_rate=1.0, warmup=0.1, floor=0.05)
+    assert schedule.rate(0) == pytest.approx(0.1)
+    assert schedule.rate(10) == pytest.approx(1.0)
+    assert schedule.rate(101) == pytest.approx(0.05)
+
+
+def test_marked_answers_are_what_the_assistant_said(tokenizer):
+    """If this broke, prompt tokens would be trained on, or end tokens would not."""
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello, you."},
+        {"role": "user", "content": "Bye"},
+        {"role": "assistant", "content": "Come back soon."},
+    ]
+    example = encode_chat(tokenizer, messages)
+    pairs = list(zip(example.token_ids, example.answer_mask, strict=True))
+    said = tokenizer.decode([t for t, marked in pairs if marked])
+    assert said == "Hello, you.<|im_end|>Come back soon.<|im_end|>"
+    whole = encode_prompt(tokenizer, messages[:4])
+    assert list(example.token_ids[: len(whole)]) == whole
+
+
+def test_batches_pad_on_the_right_within_their_budget(examples):
+    """If this broke, causal attention would look at padding, or memory would run over."""
+    batches = iterate_batches(examples, tokens_per_batch=1024, pad_id=0, seed=0)
+    for _ in range(8):
+        batch = next(batches)
+        assert batch.token_ids.numel() <= 1024 or batch.token_ids.shape[0] == 1
+        for ids, length in zip(batch.token_ids.tolist(), batch.lens.tolist(), strict=True):
+            assert 0 not in ids[:length]
+            assert set(ids[length:]) <= {0}
+
+
+def test_padding_does_not_change_the_drafter_loss(examples):
+    """If this broke, the loss of a sequence would depend on its neighbours in the batch."""
+    target, drafter = make_target().requires_grad_(False), make_drafter()
+    short, long = sorted(examples, key=lambda e: len(e.token_ids))[:: len(examples) - 1]
+    every = len(long.token_ids)
+
+    def loss(group):
+        generator = torch.Generator().manual_seed(0)
+        loss_of = DrafterLoss(target=target, drafter=drafter, generator=generator, anchors=every)
+        return loss_of(collate(group, pad_id=0)).item()
+
+    # every anchor is used, so the batch is the mean of its rows, weighted by their slots
+    generator = torch.Generator().manual_seed(0)
+    parts = [loss([short]), loss([long])]
+    sizes = []
+    for example in (short, long):
+        batch = collate([example], pad_id=0)
+        anchors = sample_anchors(batch.answer_mask, every, generator=generator)
+        labels = make_labels(batch.token_ids, batch.answer_mask, anchors, block_size=8, gamma=7.0)
+        sizes.append(labels.weights.sum().item())
+    mean = (parts[0] * sizes[0] + parts[1] * sizes[1]) / sum(sizes)
+    assert loss([short, long]) == pytest.approx(mean, rel=1e-4)
+
+
+def test_a_few_steps_lower_the_target_loss(examples):
+    """If this broke, the target would not learn."""
+    target = make_target()
+    losses = optimise(
+        target,
+        iterate_batches(examples, tokens_per_batch=1024, pad_id=0, seed=0),
+        loss_of=lambda batch: target_loss(target, batch),
+        schedule=Schedule(steps=25, learning_rate=5e-3),
+        label="target",
+    )
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5]), losses
+
+
+def test_a_few_steps_lower_the_drafter_loss_and_leave_the_target_alone(examples):
+    """If this broke, the drafter would not learn, or the pair would drift apart."""
+    target, drafter = make_target().requires_grad_(False), make_drafter()
+    before = {k: v.clone() for k, v in target.state_dict().items()}
+    losses = optimise(
+        drafter,
+        repeat(collate(examples[:4], pad_id=0)),
+        loss_of=DrafterLoss(
+            target=target, drafter=drafter, generator=torch.Generator().manual_seed(0)
+        ),
+        schedule=Schedule(steps=40, learning_rate=5e-3),
+        label="drafter",
+    )
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), losses
+    assert all(torch.equal(v, before[k]) for k, v in target.state_dict().items())
+
+
+def test_answers_in_a_batch_are_the_answers_alone(tokenizer):
+    """If this broke, left padding would leak into the drafter's training text."""
+    target = make_target().eval()
+    prompts = [[5, 6, 7], [8] * 9]
+    settings = {"max_new_tokens": 6, "eos_id": 2, "pad_id": 0}
+    together = answer_prompts(target, prompts, **settings)
+    alone = [answer_prompts(target, [p], **settings)[0] for p in prompts]
+    assert together == alone
+    assert together[0].token_ids[:3] == (5, 6, 7)
+    assert sum(together[0].answer_mask) == len(together[0].token_ids) - 3
+
+
+RELEASED_KEYS = {
+    "architectures",
+    "attention_bias",
+    "attention_dropout",
+    "block_size",
+    "dflash_config",
+    "dtype",
+    "eos_token_id",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "max_window_layers",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "num_target_layers",
+    "pad_token_id",
+    "rms_norm_eps",
+    "rope_theta",
+    "sliding_window",
+    "tie_word_embeddings",
+    "use_sliding_window",
+    "vocab_size",
+}
+
+
+def released_names(layers: int) -> set[str]:
+    each = {
+        "input_layernorm",
+        "post_attention_layernorm",
+        *(f"self_attn.{p}" for p in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+        *(f"mlp.{p}" for p in ("gate_proj", "up_proj", "down_proj")),
+    }
+    names = {f"layers.{i}.{name}.weight" for i in range(layers) for name in each}
+    return names | {"fc.weight", "hidden_norm.weight", "norm.weight"}
+
+
+@pytest.mark.parametrize("source", ["exported", "committed"])
+def test_drafter_folder_has_exactly_the_released_format(tmp_path, source):
+    """If this broke, a stock server would refuse the drafter or load it half."""
+    folder = tiny_drafter()
+    if source == "exported":
+        folder = tmp_path
+        export_drafter(make_drafter(), folder)
+    assert {p.name for p in folder.iterdir()} == {"config.json", "model.safetensors"}
+    config = json.loads((folder / "config.json").read_text())
+    assert set(config) == RELEASED_KEYS
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert set(config["dflash_config"]) == {"mask_token_id", "target_layer_ids"}
+    weights = load_file(folder / "model.safetensors")
+    assert set(weights) == released_names(layers=2)
+    assert {v.dtype for v in weights.values()} == {torch.bfloat16}
+
+
+def test_exported_target_holds_the_weights_it_was_measured_with(tmp_path):
+    """If this broke, the drafter would have been trained for another target."""
+    target = make_target()
+    round_to_bfloat16(target)
+    export_target(target, tmp_path, eos_id=2, pad_id=0)
+    assert target.dtype == torch.float32
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for name, value in target.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+def test_held_out_prompts_are_never_trained_on():
+    """If this broke, the measured accept length would be that of memorised text."""
+    held_out = set(sample_prompts(300, seed=0))
+    trained = {t.prompt for c in make_conversations(3000, seed=0) for t in c.turns}
+    assert len(held_out) == 300
+    assert not held_out & trained
+    assert {split_of(p) for p in held_out} == {"held_out"}
+    assert {split_of(p) for p in trained} == {"train"}
+
+
+def test_prompts_depend_on_the_seed_alone():
+    """If this broke, two runs of a test would measure different prompts."""
+    assert sample_prompts(20, seed=1) == sample_prompts(20, seed=1)
+    assert sample_prompts(20, seed=1) != sample_prompts(20, seed=2)
+
+
+@pytest.mark.parametrize("kind", [grammar.json_record, grammar.json_people, grammar.json_island])
+def test_json_answers_of_the_grammar_are_json(kind):
+    """If this broke, the target would be taught to write broken JSON."""
+    for seed in range(20):
+        json.loads(kind(Random(seed)).answer)
+
+
+def test_any_text_survives_the_tokenizer(tokenizer):
+    """If this broke, a user's prompt could be changed before the model sees it."""
+    assert len(tokenizer) == 1024
+    for text in ("Hello, Mira!", "naïve 東京 🙂\t\n\n  x", '{"a": [1, 23]}'):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_chat_template_opens_the_assistant_turn(tokenizer):
+    """If this broke, a chat server would ask the model in a form it never saw."""
+    messages = [{"role": "system", "content": "A"}, {"role": "user", "content": "B"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\nA<|im_end|>\n<|im_start|>user\nB<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_committed_pair_is_small():
+    """If this broke, installing the package would mean a download of weights after all."""
+    files = [p for folder in (tiny_target(), tiny_drafter()) for p in folder.iterdir()]
+    assert sum(p.stat().st_size for p in files) <= 8 * 2**20
+
+
+def test_committed_drafter_is_the_one_of_the_recipe(tokenizer):
+    """If this broke, rerunning the recipe would not make the pair that is shipped."""
+    config = json.loads((tiny_drafter() / "config.json").read_text())
+    assert DrafterConfig.from_json(config) == drafter_config(tokenizer)
+
+
+def test_committed_pair_accepts_three_tokens_a_step_and_answers_well(tokenizer):
+    """If this broke, the shipped drafter would no longer fit the shipped target."""
+    target = AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.float32).eval()
+    drafter = Drafter.from_pretrained(tiny_drafter())
+    prompts = sample_prompts(12, seed=0)
+    result = evaluate(target, drafter, tokenizer=tokenizer, prompts=prompts)
+    assert result.differing == []
+    assert result.accept_length >= 3.0, result.report()
+    right = grammar_answers(prompts, seed=0)
+    good = [a for p, a in zip(prompts, result.answers, strict=True) if right[p] == a]
+    assert len(good) >= 8, result.answers
