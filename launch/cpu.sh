@@ -17,7 +17,7 @@ export PYTHONPATH=$package/glue/cpu/path${PYTHONPATH:+:$PYTHONPATH}
 args=(
   --model-path "$package/pairs/tiny/target"
   --device cpu --attention-backend torch_native --dtype float32
-  --disable-cuda-graph --disable-overlap-schedule --skip-server-warmup
+  --disable-cuda-graph --disable-overlap-schedule --skip-server-warmup --sleep-on-idle
   --max-total-tokens 16384 --max-running-requests 16
   --host 127.0.0.1 --port 30000
 )

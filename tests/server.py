@@ -93,19 +93,33 @@ class Server:
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=300)
 
-    def generate(self, input_ids: list[int], **sampling_params: Any) -> dict[str, Any]:
+    def generate(
+        self, input_ids: list[int], *, rid: str | None = None, **sampling_params: Any
+    ) -> dict[str, Any]:
         """Ask SGLang's own endpoint, greedy unless told otherwise; return its whole answer."""
-        body = {"input_ids": input_ids, "sampling_params": {"temperature": 0, **sampling_params}}
+        body: dict[str, Any] = {
+            "input_ids": input_ids,
+            "sampling_params": {"temperature": 0, **sampling_params},
+        }
+        if rid is not None:
+            body["rid"] = rid
         response = requests.post(f"{self.url}/generate", json=body, timeout=300)
-        response.raise_for_status()
+        if not response.ok:
+            raise RuntimeError(f"HTTP {response.status_code}: {response.text}")
         return response.json()
 
     def generate_all(
-        self, prompts: list[list[int]], **sampling_params: Any
+        self, prompts: list[list[int]], *, rids: list[str] | None = None, **sampling_params: Any
     ) -> list[dict[str, Any]]:
         """Ask for all prompts at the same time."""
         with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(lambda ids: self.generate(ids, **sampling_params), prompts))
+            return list(
+                pool.map(
+                    lambda ids, rid: self.generate(ids, rid=rid, **sampling_params),
+                    prompts,
+                    rids or [None] * len(prompts),
+                )
+            )
 
     def state(self) -> dict[str, Any]:
         response = requests.get(f"{self.url}/server_info", timeout=60)

@@ -16,6 +16,8 @@ from transformers import (
     Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -23,7 +25,7 @@ from transformers import (
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.reference import Drafter, DrafterConfig
 
-FAMILIES = ("llama", "qwen3", "gemma4")
+CLASSES = {"llama": LlamaForCausalLM, "qwen3": Qwen3ForCausalLM, "gemma4": Gemma4ForCausalLM}
 NUM_LAYERS = 6
 HIDDEN = 128
 VOCAB = 1024
@@ -44,7 +46,7 @@ COMMON: dict[str, Any] = {
 def make_target(family: str, folder: Path, *, seed: int = 0) -> Path:
     """Write a random target of a family, with the embedded pair's tokenizer."""
     torch.manual_seed(seed)
-    model = _build(family)
+    model = CLASSES[family](hf_config(family))
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "norm" not in name:
@@ -82,26 +84,31 @@ def make_drafter(folder: Path, *, seed: int = 1, **changes: Any) -> Path:
     return folder
 
 
-def _build(family: str) -> torch.nn.Module:
+def hf_config(family: str) -> PreTrainedConfig:
+    """Return the target's config as transformers reads it."""
     if family == "llama":
-        return LlamaForCausalLM(LlamaConfig(**COMMON, tie_word_embeddings=False))
+        return LlamaConfig(**COMMON, tie_word_embeddings=False)
     if family == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True))
-    return Gemma4ForCausalLM(
-        Gemma4TextConfig(
-            **COMMON,
-            head_dim=32,
-            global_head_dim=64,
-            num_global_key_value_heads=1,
-            attention_k_eq_v=True,
-            layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-            sliding_window=48,
-            hidden_size_per_layer_input=0,
-            num_kv_shared_layers=0,
-            enable_moe_block=False,
-            final_logit_softcapping=30.0,
-        )
+        return Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True)
+    return Gemma4TextConfig(
+        **COMMON,
+        head_dim=32,
+        global_head_dim=64,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        sliding_window=48,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        enable_moe_block=False,
+        final_logit_softcapping=30.0,
     )
+
+
+def load_target(family: str, folder: Path) -> PreTrainedModel:
+    """Load a target in transformers, fp32."""
+    config = hf_config(family)
+    return CLASSES[family].from_pretrained(folder, config=config, dtype=torch.float32).eval()
 
 
 def _write_sglang_gemma4_keys(path: Path) -> None:

@@ -114,5 +114,6 @@ def _internal_state(original: Any, scheduler: Any, recv_req: Any) -> Any:
         state.internal_state["sglang_dflash"] = {
             **worker.describe(),
             "acceptance": worker.meter.snapshot(),
+            "free_kv_slots": scheduler.token_to_kv_pool_allocator.available_size(),
         }
     return state

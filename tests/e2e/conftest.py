@@ -1,0 +1,82 @@
+"""Servers shared by the end-to-end tests, and the questions they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from server import ROOT, Server
+from sglang_dflash.pairs import tiny_target
+from sglang_dflash.train.data import sample_prompts
+
+# short context and small chunks, so that both are reached within seconds
+SHAPE = ("--context-length", "512", "--chunked-prefill-size", "64", "--max-total-tokens", "8192")
+SCRIPTED = str(ROOT / "tests" / "plugins")
+
+
+def start_together(*servers: Server) -> list[Server]:
+    """Wait for servers that are starting at the same time; stop all if one fails."""
+    try:
+        return [server.wait() for server in servers]
+    except BaseException:
+        for server in servers:
+            server.stop()
+        raise
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """The embedded pair twice: without and with speculation."""
+    servers = start_together(Server(*SHAPE, plain=True), Server(*SHAPE))
+    yield servers[0], servers[1]
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def plain(pair: tuple[Server, Server]) -> Server:
+    return pair[0]
+
+
+@pytest.fixture(scope="session")
+def dflash(pair: tuple[Server, Server]) -> Server:
+    return pair[1]
+
+
+@pytest.fixture(scope="session")
+def script_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("script")
+
+
+@pytest.fixture(scope="module")
+def scripted(script_folder: Path) -> Iterator[Server]:
+    """The embedded pair with tests/plugins/scripted_drafter.py in charge of some requests."""
+    env = {"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(script_folder)}
+    with Server(*SHAPE, env=env) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_target())
+
+
+@pytest.fixture(scope="session")
+def questions() -> list[str]:
+    return sample_prompts(64, seed=7)
+
+
+@pytest.fixture(scope="session")
+def prompts(tokenizer: PreTrainedTokenizerBase, questions: list[str]) -> list[list[int]]:
+    """The questions as token ids, chat template applied."""
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for question in questions
+    ]

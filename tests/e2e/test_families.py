@@ -1,0 +1,110 @@
+"""Targets of other families, random weights: exact, and fed with the family's own features.
+
+The embedded pair of the other tests is the Llama of the three.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from e2e.conftest import SCRIPTED, start_together
+from server import Server
+from sglang_dflash.reference import Drafter, generate
+from tiny_models import VOCAB, load_target, make_drafter, make_target
+
+NEW_TOKENS = 90
+
+
+class Family:
+    """A target with and without speculation, its drafter, and what plain decoding answers."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.target = make_target(name, folder / "target")
+        self.drafter = make_drafter(folder / "drafter")
+        chance = random.Random(5)
+        self.prompts = [
+            [chance.randrange(3, VOCAB) for _ in range(length)]
+            for length in (3, 20, 70, 150, 9, 64, 65, 33)
+        ]
+        common = ("--model-path", str(self.target), "--skip-tokenizer-init")
+        common += ("--chunked-prefill-size", "64", "--max-total-tokens", "4096")
+        self.plain, self.dflash = start_together(
+            Server(*common, plain=True),
+            Server(
+                *common,
+                "--speculative-draft-model-path",
+                str(self.drafter),
+                env={"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(folder)},
+            ),
+        )
+        params = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+        answers = self.plain.generate_all(self.prompts, **params)
+        self.answers = [answer["output_ids"] for answer in answers]
+        sequences = [p + a for p, a in zip(self.prompts, self.answers, strict=True)]
+        (folder / "answers.json").write_text(json.dumps(sequences))
+
+    def ask(self, kind: str, indices: range) -> list[dict]:
+        """Ask for several prompts at once, with a scripted drafter."""
+        return self.dflash.generate_all(
+            [self.prompts[i] for i in indices],
+            rids=[f"{kind}-{i}" for i in indices],
+            max_new_tokens=NEW_TOKENS,
+            ignore_eos=True,
+        )
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gemma4"])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    family = Family(request.param, tmp_path_factory.mktemp(request.param))
+    yield family
+    family.plain.stop()
+    family.dflash.stop()
+
+
+@pytest.mark.parametrize("kind", ["real", "right1", "right4", "right15", "nan"])
+def test_family_is_exact(family: Family, kind: str) -> None:
+    """Eight requests at once, whatever is accepted."""
+    found = [answer["output_ids"] for answer in family.ask(kind, range(8))]
+    assert found == family.answers
+
+
+def test_drafter_reads_the_family_as_the_oracle_does(family: Family) -> None:
+    """Feature layers, embedding scale and head, compared block for block with plain torch."""
+    target = load_target(family.name, family.target)
+    drafter = Drafter.from_pretrained(family.drafter, dtype=torch.float32).eval()
+    for i in range(3):
+        [served] = family.ask("record", range(i, i + 1))
+        oracle = generate(
+            target,
+            drafter,
+            family.prompts[i],
+            max_new_tokens=NEW_TOKENS,
+            eos_token_ids=(),
+            block_size=16,
+        )
+        assert served["output_ids"] == oracle.token_ids
+        lines = (family.folder / "blocks.jsonl").read_text().splitlines()
+        blocks = [b for line in lines if (b := json.loads(line))["rid"] == f"record-{i}"]
+        assert [(b["start"], tuple(b["drafts"])) for b in blocks] == [
+            (b.start, b.token_ids[1:]) for b in oracle.blocks
+        ]
+
+
+def test_sliding_window_kv_is_evicted_while_decoding(family: Family) -> None:
+    """In-tree DFLASH keeps it until the request ends, and retracts early."""
+    if family.name != "gemma4":
+        pytest.skip("this family has no sliding-window layers")
+    family.dflash.generate(family.prompts[0], max_new_tokens=600, ignore_eos=True)
+    lines = re.findall(r"#full token: (\d+), .*#swa token: (\d+)", family.dflash.log())
+    full, swa = map(int, lines[-1])
+    # the window holds 48 tokens; a step reserves two blocks, eviction runs every few steps
+    assert full > 500
+    assert swa < 250

@@ -1,0 +1,86 @@
+"""A plug-in for tests: drafters whose acceptance is known by construction, and a recorder.
+
+A request chooses by its id, which starts with
+    wrong-    every draft is wrong
+    right<k>- the first k drafts of every block are right, the next one is wrong
+    random-   drafts are drawn at random
+    nan-      the drafter is fed NaN features
+    record-   the real drafter; blocks and draft KV are written to SCRIPT_FOLDER
+Right drafts come from SCRIPT_FOLDER/answers.json: a list of full token sequences, prompt first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(os.environ.get("SCRIPT_FOLDER", "."))
+
+
+def activate() -> None:
+    from sglang_dflash.glue import host
+
+    real_draft = host.BatchHost.draft_tokens
+    real_write = host.BatchHost.write_draft_kv
+
+    def draft_tokens(self: Any, context: Any, masked: Any) -> Any:
+        drafts = real_draft(self, context, masked)
+        vocab = self._engine.config.drafter.vocab_size
+        for i, req in enumerate(self._batch.reqs):
+            start = int(context.lens[i])
+            drafts[i] = drafts.new_tensor(script(req, start, drafts[i].tolist(), vocab))
+            if req.rid.startswith("record-"):
+                line = {"rid": req.rid, "start": start, "drafts": drafts[i].tolist()}
+                with (FOLDER / "blocks.jsonl").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+        return drafts
+
+    def write_draft_kv(self: Any, features: Any, positions: Any, slots: Any) -> None:
+        if any(req.rid.startswith("nan-") for req in self._batch.reqs):
+            features = features.new_full(features.shape, float("nan"))
+        real_write(self, features, positions, slots)
+        if not self._batch.forward_mode.is_extend():
+            for req in self._batch.reqs:
+                if req.rid.startswith("record-"):
+                    save_draft_kv(self, req, positions, slots)
+
+    host.BatchHost.draft_tokens = draft_tokens
+    host.BatchHost.write_draft_kv = write_draft_kv
+
+
+def script(req: Any, start: int, drafts: list[int], vocab: int) -> list[int]:
+    """Return the drafts of one request for the positions after `start`."""
+    kind = re.match(r"(wrong|right|random)(\d*)-", req.rid)
+    if kind is None:
+        return drafts
+    if kind[1] == "random":
+        chance = random.Random(f"{req.rid} {start}")
+        return [chance.randrange(vocab) for _ in drafts]
+    answer = answer_to(list(req.origin_input_ids))
+    right = (answer[start + 1 :] + [0] * len(drafts))[: len(drafts)]
+    num_right = int(kind[2] or 0)
+    return right[:num_right] + [(token + 1) % vocab for token in right[num_right:]]
+
+
+def answer_to(prompt: list[int]) -> list[int]:
+    for sequence in json.loads((FOLDER / "answers.json").read_text()):
+        if sequence[: len(prompt)] == prompt:
+            return sequence
+    raise AssertionError(f"no answer for the prompt {prompt[:8]}... in answers.json")
+
+
+def save_draft_kv(host: Any, req: Any, positions: Any, slots: Any) -> None:
+    """Keep the draft KV of everything committed so far; the last step of a request wins."""
+    import torch
+
+    # single-request batches only: the committed rows are those not sent to the scratch slot
+    end = int(positions[slots != 0].max()) + 1
+    table = host.slot_table()[req.req_pool_idx, :end].long()
+    pool = host._engine.draft_runner.token_to_kv_pool
+    layers = range(host._engine.config.drafter.num_layers)
+    keys_values = [[buffer[table].clone() for buffer in pool.get_kv_buffer(i)] for i in layers]
+    torch.save(keys_values, FOLDER / f"{req.rid}.pt")
