@@ -138,6 +138,8 @@ class DFlashConfig:
     context_len: int
     device: str
     draft_backend: str
+    # for measurements: commit this many tokens a step, whatever the target says
+    simulated_accept_length: float | None = None
 
     @property
     def mask_token_id(self) -> int:
@@ -155,6 +157,7 @@ class DFlashConfig:
             "context_len": self.context_len,
             "device": self.device,
             "draft_attention_backend": self.draft_backend,
+            "simulated_accept_length": self.simulated_accept_length,
         }
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sglang_dflash.accept import accept
+from sglang_dflash.accept import accept, simulate
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.commit import plan_commit, write_features
-from sglang_dflash.draft import draft
 from sglang_dflash.config import DFlashConfig
+from sglang_dflash.draft import draft
 from sglang_dflash.host import Host
 from sglang_dflash.kernels import Ops
 from sglang_dflash.types import Commit, DraftContext
@@ -27,6 +27,8 @@ def decode_step(
     block = draft(host, ops, context, buffers=buffers, config=config)
     target = verify(host, context, block)
     acceptance = accept(ops, block, target)
+    if config.simulated_accept_length is not None:
+        acceptance = simulate(target, config.simulated_accept_length)
     commit = plan_commit(ops, context, block, acceptance)
     # publish before the kv write: the next step's planning reads lengths, not this cache
     host.publish(commit.new_lens)

@@ -1,4 +1,7 @@
-"""The nouns of a DFlash step. b = requests, B = block size, K = features per token, H = hidden size."""
+"""The nouns of a DFlash step.
+
+b = requests, B = block size, K = features per token, H = hidden size.
+"""
 
 from __future__ import annotations
 

@@ -75,9 +75,7 @@ SYMBOLS: dict[str, Symbol] = {
     "create_worker": Symbol(
         "srt.speculative.spec_info", "SpeculativeAlgorithm.create_worker", ("server_args",)
     ),
-    "handle_dflash": Symbol(
-        "srt.arg_groups.speculative_hook", "_handle_dflash", ("server_args",)
-    ),
+    "handle_dflash": Symbol("srt.arg_groups.speculative_hook", "_handle_dflash", ("server_args",)),
     "resolve_alias": Symbol(
         "srt.arg_groups.speculative_hook",
         "_resolve_speculative_algorithm_alias",

@@ -181,7 +181,7 @@ class DFlashDraftModel(nn.Module):
         return compat.LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden)
 
     def context_weights(self) -> ContextWeights:
-        attentions = [layer.self_attn for layer in self.layers]
+        attentions: list[Any] = [layer.self_attn for layer in self.layers]
         return ContextWeights(
             fc_weight=self.fc.weight,
             norm_weight=self.hidden_norm.weight,
@@ -202,7 +202,7 @@ class DFlashDraftModel(nn.Module):
             if name not in params:
                 unknown.append(raw_name)
                 continue
-            param = params[name]
+            param: Any = params[name]
             if part is None:
                 if param.shape != tensor.shape:
                     raise ValueError(

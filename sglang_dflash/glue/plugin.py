@@ -39,7 +39,7 @@ def activate() -> None:
 def switched_on(value: str | None) -> bool:
     """Read the switch strictly."""
     if value not in (None, "on", "off"):
-        raise SystemExit(f"{SWITCH}={value} is neither on nor off. Set {SWITCH}=on or {SWITCH}=off.")
+        raise SystemExit(f"{SWITCH}={value} is neither on nor off. Set one of the two.")
     return value != "off"
 
 
@@ -50,8 +50,8 @@ def require_supported_release() -> None:
     wanted, found = compat.supported_release(), compat.installed_release()
     if found != wanted:
         raise SystemExit(
-            f"sglang_dflash needs sglang {wanted} but found {found}. Install sglang=={wanted}, or a "
-            f"sglang_dflash release for {found}, or set {SWITCH}=off to use SGLang's own DFLASH."
+            f"sglang_dflash needs sglang {wanted} but found {found}. Install sglang=={wanted}, or "
+            f"a sglang_dflash release for {found}, or set {SWITCH}=off to use SGLang's own DFLASH."
         )
 
 
@@ -93,7 +93,9 @@ def _create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     return DFlashWorker
 
 
-def _resolve_alias(original: Any, speculative_algorithm: str | None, *args: Any, **kwargs: Any):
+def _resolve_alias(
+    original: Any, speculative_algorithm: str | None, *args: Any, **kwargs: Any
+) -> Any:
     """Keep SGLang from reading the drafter before we do: our message says what to do about it."""
     if speculative_algorithm == "DFLASH":
         return speculative_algorithm

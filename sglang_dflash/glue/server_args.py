@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from sglang_dflash import config as cfg
 from sglang_dflash.glue import compat
 
 logger = logging.getLogger(__name__)
+
+SIMULATE = "SGLANG_SIMULATE_ACC_LEN"
 
 # what SGLang reserves graph and sampling memory for when the user names no number
 DEFAULT_MAX_RUNNING_REQUESTS = 48
@@ -53,7 +56,19 @@ def resolve_config(server_args: Any, *, target_config: Any) -> cfg.DFlashConfig:
         context_len=target_config.context_len,
         device=_device_type(server_args),
         draft_backend=server_args.speculative_draft_attention_backend,
+        simulated_accept_length=simulated_accept_length(os.environ.get(SIMULATE)),
     )
+
+
+def simulated_accept_length(value: str | None) -> float | None:
+    """Read SGLang's own switch for simulated acceptance, so that both DFLASH obey it."""
+    if value is None:
+        return None
+    try:
+        length = float(value)
+    except ValueError:
+        raise ValueError(f"{SIMULATE}={value} is no number. Set a length of 1 or more.") from None
+    return length if length > 0 else None
 
 
 def read_drafter(server_args: Any) -> cfg.DrafterSpec:
@@ -119,7 +134,7 @@ def _refuse_unsupported(server_args: Any) -> None:
             server_args.speculative_accept_threshold_acc,
         )
         < 1.0,
-        f"--speculative-num-steps {server_args.speculative_num_steps} (a block is drafted in one)": (
+        f"--speculative-num-steps {server_args.speculative_num_steps} (a block takes one)": (
             server_args.speculative_num_steps not in (None, 1)
         ),
         f"--speculative-eagle-topk {server_args.speculative_eagle_topk} (a block is one chain)": (

@@ -20,8 +20,9 @@ def test_contract_lists_what_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SYMBOLS", {"a": gone, "b": lost, "c": moved})
     lines = compat.broken()
     assert len(lines) == 3
-    assert "a: sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_workers is gone" in (
-        lines[0]
+    assert (
+        "a: sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_workers is gone"
+        in (lines[0])
     )
     assert lines[1] == "b: sglang.srt.layers.layernorm.RMSNorm lost epsilon_of_old"
     assert "c: sglang.srt.no_such_module.Thing is gone" in lines[2]

@@ -1,4 +1,4 @@
-"""The plug-in is either in place or the process ends; SGLang's own DFLASH never runs by accident."""
+"""The plug-in is in place or the process ends; SGLang's own DFLASH never runs by accident."""
 
 from __future__ import annotations
 
@@ -78,7 +78,5 @@ def test_switch_decides_whose_worker_runs(switch: str, ours: bool) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    expected = (
-        "sglang_dflash.glue.worker" if ours else "sglang.srt.speculative.dflash_worker_v2"
-    )
+    expected = "sglang_dflash.glue.worker" if ours else "sglang.srt.speculative.dflash_worker_v2"
     assert f"worker: {expected}" in done.stdout

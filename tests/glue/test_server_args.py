@@ -82,7 +82,7 @@ def test_smaller_block_is_kept(models: Path) -> None:
             "accept-threshold below 1, which changes the output",
             id="lossy",
         ),
-        pytest.param(["--speculative-num-steps", "3"], "drafted in one", id="steps"),
+        pytest.param(["--speculative-num-steps", "3"], "a block takes one", id="steps"),
         pytest.param(["--speculative-draft-window-size", "64"], "draft-window-size", id="window"),
     ],
 )

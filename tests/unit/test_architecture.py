@@ -11,9 +11,7 @@ from server import ROOT
 
 PACKAGE = ROOT / "sglang_dflash"
 STAND_INS = PACKAGE / "glue" / "cpu" / "path"
-SOURCES = sorted(
-    path for path in PACKAGE.rglob("*.py") if STAND_INS not in path.parents
-)
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if STAND_INS not in path.parents)
 
 # what each part may import of the package; whoever is absent may import anything
 ALLOWED = {
@@ -66,9 +64,7 @@ def part_of(path: Path) -> str:
 def test_imports_follow_the_direction_of_the_design(path: Path) -> None:
     """One import the wrong way makes the algorithm depend on its engine."""
     part = part_of(path)
-    used = {
-        name.split(".")[1] for name in imports_of(path) if name.startswith("sglang_dflash.")
-    }
+    used = {name.split(".")[1] for name in imports_of(path) if name.startswith("sglang_dflash.")}
     if part in ALLOWED:
         assert used <= ALLOWED[part], f"{part} imports {sorted(used - ALLOWED[part])}"
 

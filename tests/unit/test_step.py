@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from sglang_dflash.buffers import StepBuffers
@@ -61,13 +63,14 @@ class CountingHost:
         self.written.update(zip(slots.tolist(), features[:, 0].tolist(), strict=True))
 
 
-def run(right_until: list[int]):
+def run(right_until: list[int], simulated: float | None = None):
+    settings = dataclasses.replace(config(), simulated_accept_length=simulated)
     host = CountingHost(right_until)
     context = DraftContext(
         anchors=torch.tensor([10, 50]), lens=torch.tensor([5, 7]), rows=torch.tensor([0, 1])
     )
     buffers = StepBuffers(max_requests=4, block_size=B, device="cpu")
-    return host, decode_step(host, TORCH, context, buffers=buffers, config=config())
+    return host, decode_step(host, TORCH, context, buffers=buffers, config=settings)
 
 
 def test_step_commits_the_correct_drafts_and_one_target_token() -> None:
@@ -110,3 +113,10 @@ def test_buffers_refuse_a_batch_larger_than_planned() -> None:
         assert "3 requests exceed the 2 planned" in str(error)
     else:
         raise AssertionError("a third request must not fit")
+
+
+def test_simulated_acceptance_commits_its_length_whatever_the_target_says() -> None:
+    _, commit = run([0, 3], simulated=2.0)
+    assert commit.lens.tolist() == [2, 2]
+    _, commit = run([0, 3], simulated=99.0)
+    assert commit.lens.tolist() == [B, B]

@@ -101,7 +101,7 @@ class CpuAttention(compat.AttentionBackend):
                 query[rows.tokens].unflatten(0, rows.positions.shape),
                 keys,
                 values,
-                rows.swa_slots if in_swa else rows.slots,
+                rows.swa_slots if in_swa and rows.swa_slots is not None else rows.slots,
                 rows.kv_lens,
                 rows.positions,
                 scale=layer.scaling,

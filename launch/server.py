@@ -1,4 +1,4 @@
-"""A real server on a CPU, started by the script a user runs."""
+"""A server on this machine's CPU, started by launch/cpu.sh; for the demo and the tests."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ import requests
 
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 300
+STOP_TIMEOUT_S = 3
 
 
 def free_port() -> int:
@@ -31,15 +33,14 @@ def free_port() -> int:
 class Server:
     """`with Server("--context-length", "256") as server:` serves until the block ends."""
 
-    def __init__(
-        self, *args: str, plain: bool = False, env: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, *args: str, plain: bool = False, env: dict[str, str] | None = None) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._log = tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False)
+        handle, name = tempfile.mkstemp(prefix="sglang-dflash-", suffix=".log")
+        self._log = Path(name)
         self._process = subprocess.Popen(
             [str(ROOT / "launch" / "cpu.sh"), *args, "--port", str(self.port)],
-            stdout=self._log,
+            stdout=handle,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env={
@@ -51,6 +52,7 @@ class Server:
                 **(env or {}),
             },
         )
+        os.close(handle)
 
     def __enter__(self) -> Server:
         return self.wait()
@@ -63,10 +65,12 @@ class Server:
     ) -> None:
         self.stop()
 
-    def wait(self) -> Server:
-        """Return when the server answers; raise with its log if it ends instead."""
+    def wait(self, on_wait: Callable[[], None] = lambda: None) -> Server:
+        """Return when the server answers, calling `on_wait` now and then; raise with the end of
+        its log if it stops instead."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
+            on_wait()
             if self._process.poll() is not None:
                 raise RuntimeError(f"the server ended at start-up:\n{self.log()[-4000:]}")
             try:
@@ -81,10 +85,13 @@ class Server:
         return self._process.wait(timeout)
 
     def log(self) -> str:
-        return Path(self._log.name).read_text(errors="replace")
+        return self._log.read_text(errors="replace")
 
     def stop(self) -> None:
-        """End the server and every process it started."""
+        """End the server and every process it started. Its log stays readable."""
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_TIMEOUT_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,0 +1,29 @@
+# make demo   install, serve on this machine, ask, show acceptance and speed beside plain decoding
+# make test   install and run every test that this machine can run
+VENV   ?= .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+
+.PHONY: demo test lint venv clean
+
+demo: venv
+	@$(BIN)/python launch/demo.py
+
+test: venv lint
+	@$(BIN)/python -m pytest
+
+lint: venv
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+venv: $(VENV)/.installed
+
+# no CUDA package: torch and torchvision are pinned together, SGLang comes without its own pins
+$(VENV)/.installed: requirements-cpu.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --progress-bar on -r requirements-cpu.txt
+	$(BIN)/pip install --no-deps sglang==0.5.17
+	$(BIN)/pip install --no-deps --no-build-isolation -e .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info
