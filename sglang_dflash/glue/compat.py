@@ -235,6 +235,8 @@ SYMBOLS: dict[str, Symbol] = {
         ("next_token_logits", "hidden_states"),
     ),
     "get_tp_group": Symbol("srt.distributed", "get_tp_group"),
+    # attention
+    "TritonAttnBackend": Symbol("srt.layers.attention.triton_backend", "TritonAttnBackend"),
     # attention on a CPU
     "AttentionBackend": Symbol("srt.layers.attention.base_attn_backend", "AttentionBackend"),
     "register_attention_backend": Symbol(

@@ -61,6 +61,23 @@ class Engine:
             capture_hidden_mode=compat.CaptureHiddenMode.NULL,
         )
 
+    def draft_head_in_graph(self, max_requests: int) -> None:
+        """Have captured draft graphs end in the head and its argmax, written to `graph_drafts`."""
+        width = self.config.block_size - 1
+        device = self.draft_runner.device
+        self.graph_drafts = torch.zeros(max_requests, width, dtype=torch.int64, device=device)
+
+        def head(_runner: Any, output: Any, _forward_batch: Any, _num_tokens: int) -> None:
+            drafts = self.draft_head(output.hidden_states)
+            self.graph_drafts[: drafts.shape[0]] = drafts
+
+        self.draft_runner.capture_tail_hooks.append(head)
+
+    def draft_head(self, hidden: Tensor) -> Tensor:
+        """Return the likeliest token for every draft of blocks of hidden states, [b, B - 1]."""
+        blocks = hidden.unflatten(0, (-1, self.config.block_size))[:, 1:]
+        return self.head.argmax(blocks.flatten(0, 1)).view(blocks.shape[:2])
+
     def write_draft_kv(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Project target features into the draft KV of every layer, at the given slots."""
         model = self.draft_runner.model
@@ -105,9 +122,10 @@ class BatchHost:
             spec_info=engine.block_input,
             capture_hidden_mode=compat.CaptureHiddenMode.NULL,
         )
-        hidden = engine.draft_runner.forward(forward_batch).logits_output.hidden_states
-        drafts = hidden.view(*masked.token_ids.shape, -1)[:, 1:]
-        return engine.head.argmax(drafts.flatten(0, 1)).view(drafts.shape[:2])
+        result = engine.draft_runner.forward(forward_batch)
+        if result.can_run_graph:
+            return engine.graph_drafts[: forward_batch.batch_size]
+        return engine.draft_head(result.logits_output.hidden_states)
 
     def verify_block(self, context: DraftContext, block: DraftBlock) -> TargetOutput:
         engine, batch = self._engine, self._batch

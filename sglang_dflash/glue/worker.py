@@ -15,6 +15,7 @@ from sglang_dflash import kernels
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import compat
+from sglang_dflash.glue.attention import install_verify_attention
 from sglang_dflash.glue.draft_model import DFlashDraftModel
 from sglang_dflash.glue.host import BatchHost, Engine
 from sglang_dflash.glue.server_args import resolve_config
@@ -52,7 +53,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         )
         self._draft_worker = bundle.draft_worker
         self.engine = Engine(self.config, self.ops, target_worker, bundle.draft_model_runner)
-        logger.info("sglang_dflash owns DFLASH: %s", self.describe())
+        self.verify_kernel = "not chosen yet"
 
     def describe(self) -> dict[str, object]:
         """Return what runs here, for the log and /server_info."""
@@ -60,6 +61,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             "version": sglang_dflash.__version__,
             "sglang": compat.installed_release(),
             "ops": self.ops.name,
+            "verify_attention": self.verify_kernel,
             **self.config.summary(),
         }
 
@@ -86,9 +88,20 @@ class DFlashWorker(compat.BaseSpecWorker):
             token_to_kv_pool_allocator=token_to_kv_pool_allocator,
         )
         # row 0 of the slot table is never a request, so its row count bounds any batch
-        self.buffers = StepBuffers(
-            req_to_token_pool.req_to_token.shape[0], self.config.block_size, self.device
+        self.max_requests = req_to_token_pool.req_to_token.shape[0]
+        self.buffers = StepBuffers(self.max_requests, self.config.block_size, self.device)
+
+    def init_attention_backends(self) -> None:
+        """Choose the kernels, once; SGLang has built the target's backend just before."""
+        super().init_attention_backends()
+        self.verify_kernel = install_verify_attention(
+            self.model_runner, max_requests=self.max_requests, block_size=self.config.block_size
         )
+        logger.info("sglang_dflash owns DFLASH: %s", self.describe())
+
+    def init_cuda_graphs(self) -> None:
+        self.engine.draft_head_in_graph(self.max_requests)
+        super().init_cuda_graphs()
 
     def forward_batch_generation(
         self,

@@ -1,7 +1,7 @@
 """Torch twins of every op: the specification, and the path that runs on a CPU.
 
-No op here reads a tensor's value on the host, so each is safe under CUDA-graph capture and costs
-no synchronisation.
+No op of a step reads a tensor's value on the host, so each is safe under CUDA-graph capture and
+costs no synchronisation. `verify_attention` does: it is a specification only.
 """
 
 from __future__ import annotations
@@ -119,6 +119,47 @@ def paged_attention(
         query, keys, values, attn_mask=visible[:, None], scale=scale
     )
     return out.transpose(1, 2)
+
+
+def verify_attention(
+    query: Tensor,  # [n * B, heads, d]
+    block_keys: Tensor,  # [n * B, kv_heads, d]
+    block_values: Tensor,  # [n * B, kv_heads, dv]
+    out: Tensor,  # [n * B, heads, dv], written
+    key_cache: Tensor,  # [slots, kv_heads, d]
+    value_cache: Tensor,  # [slots, kv_heads, dv]
+    kv_indptr: Tensor,  # [n + 1] int
+    kv_indices: Tensor,  # [keys] int, slots of the prefixes
+    *,
+    scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    window_left: int = -1,  # keys a row sees to its left, -1 for all
+    logit_cap: float = 0.0,
+) -> None:
+    """Attend from each block over its request's prefix and, causally, over the block itself.
+
+    The scales undo the quantisation of the caches; the block's own keys and values need none.
+    """
+    bounds = kv_indptr.tolist()
+    rows = query.shape[0] // (len(bounds) - 1)
+    group = query.shape[1] // block_keys.shape[1]
+    for i, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        block = slice(i * rows, (i + 1) * rows)
+        slots = kv_indices[first:last].long()
+        keys = torch.cat([key_cache[slots].float() * key_scale, block_keys[block].float()])
+        values = torch.cat([value_cache[slots].float() * value_scale, block_values[block].float()])
+        keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", query[block].float(), keys) * scale
+        if logit_cap > 0:
+            scores = logit_cap * torch.tanh(scores / logit_cap)
+        position = torch.arange(len(keys), device=query.device)
+        distance = position[last - first :, None] - position
+        hidden = distance < 0
+        if window_left >= 0:
+            hidden |= distance > window_left
+        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+        out[block] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
 
 
 def context_kv(

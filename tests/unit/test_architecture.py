@@ -43,6 +43,7 @@ ALLOWED = {
 # "about 400" in the design
 MAX_MODULE_LINES = 420
 MAX_FUNCTION_LINES = 60
+MAX_KERNEL_LINES = 120
 
 
 def imports_of(path: Path) -> set[str]:
@@ -85,7 +86,9 @@ def test_modules_and_functions_stay_readable(path: Path) -> None:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+            is_kernel = any("triton.jit" in ast.unparse(d) for d in node.decorator_list)
+            limit = MAX_KERNEL_LINES if is_kernel else MAX_FUNCTION_LINES
+            assert length <= limit, f"{node.name} has {length} lines"
 
 
 def test_the_table_names_only_parts_that_exist() -> None:

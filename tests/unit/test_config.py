@@ -99,9 +99,7 @@ def test_odd_drafter_is_refused(changes: dict[str, Any], message: str) -> None:
         pytest.param(
             {"hidden_size": 64}, {}, "hidden size 64.*has 128.*trained for this", id="hidden size"
         ),
-        pytest.param(
-            {"vocab_size": 1000}, {}, "vocabulary of 1000.*of 1024", id="vocabulary"
-        ),
+        pytest.param({"vocab_size": 1000}, {}, "vocabulary of 1000.*of 1024", id="vocabulary"),
         pytest.param(
             {"dflash_config": {"mask_token_id": 1024, "target_layer_ids": [1]}},
             {},

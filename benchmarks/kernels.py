@@ -1,0 +1,425 @@
+"""Time the verify kernel at the shapes we serve, against SGLang's kernel and the card's bandwidth.
+
+    python benchmarks/kernels.py --output benchmarks/results/kernels
+    python benchmarks/kernels.py --sweep
+
+A measurement is a CUDA graph of calls on rotating KV, together larger than the L2 cache, replayed
+often; the figure is the median replay over its calls. The floor is what must move (KV, queries,
+outputs) at the bandwidth of a device copy measured first, or, where it is longer, the arithmetic at
+the rate of a large bf16 product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from sglang_dflash.kernels import reference
+from sglang_dflash.kernels.verify_attention import TILES, LayerShape, Tile, VerifyAttention
+
+DTYPE = torch.bfloat16
+# relative, over the whole output: weights and outputs are rounded to bf16
+MAX_ERROR = 1e-2
+
+
+@dataclass(frozen=True)
+class Layer:
+    name: str
+    shape: LayerShape
+    window: int = -1
+
+
+LAYERS = (
+    Layer("gemma-4-31b window", LayerShape(32, 16, 256, 256), window=1023),
+    Layer("gemma-4-31b full", LayerShape(32, 4, 512, 512)),
+    Layer("gemma-4-26b-a4b window", LayerShape(16, 8, 256, 256), window=1023),
+    Layer("gemma-4-26b-a4b full", LayerShape(16, 2, 512, 512)),
+    Layer("qwen3-8b", LayerShape(32, 8, 128, 128)),
+)
+
+
+# the first layer of each head dim
+SWEPT = (LAYERS[0], LAYERS[1], LAYERS[4], Layer("head dim 64", LayerShape(32, 8, 64, 64)))
+
+
+@dataclass(frozen=True)
+class Card:
+    name: str
+    bandwidth: float  # bytes a second, read and written
+    flops: float  # of dense bf16
+    l2_bytes: int
+
+
+@dataclass(frozen=True)
+class Row:
+    layer: str
+    requests: int
+    context: int
+    ours_us: float
+    sglang_us: float | None
+    floor_us: float
+    kv_gb: float
+
+    @property
+    def speedup(self) -> float | None:
+        return None if self.sglang_us is None else self.sglang_us / self.ours_us
+
+    @property
+    def tb_per_s(self) -> float:
+        return self.kv_gb / self.ours_us * 1e3
+
+
+class Problem:
+    """One batch at one context, with several disjoint sets of slots to rotate through."""
+
+    def __init__(
+        self, layer: Layer, requests: int, context: int, *, block_size: int, page_size: int, l2: int
+    ) -> None:
+        shape = layer.shape
+        self.layer, self.requests, self.block_size = layer, requests, block_size
+        self.keys = context if layer.window < 0 else min(context, layer.window)
+        kv_width = shape.num_kv_heads * (shape.head_dim + shape.v_head_dim)
+        total = requests * self.keys
+        self.kv_bytes = total * kv_width * DTYPE.itemsize
+        sets = max(1, math.ceil(3 * l2 / self.kv_bytes))
+        # sets start at even slots: Triton compiles anew for a pointer that 16 does not divide
+        stride = total + total % 2
+        pages = math.ceil(sets * stride / page_size)
+
+        def normal(*size: int) -> Tensor:
+            return torch.empty(size, dtype=DTYPE, device="cuda").normal_()
+
+        slots = torch.arange(pages * page_size, device="cuda").view(pages, page_size)
+        slots = slots[torch.randperm(pages, device="cuda")].flatten()
+        self.slot_sets = slots[: sets * stride].view(sets, stride)[:, :total]
+        self.key_cache = normal(pages * page_size, shape.num_kv_heads, shape.head_dim)
+        self.value_cache = normal(pages * page_size, shape.num_kv_heads, shape.v_head_dim)
+        tokens = requests * block_size
+        self.query = normal(tokens, shape.num_q_heads, shape.head_dim)
+        self.block_keys = normal(tokens, shape.num_kv_heads, shape.head_dim)
+        self.block_values = normal(tokens, shape.num_kv_heads, shape.v_head_dim)
+        self.out = normal(tokens, shape.num_q_heads, shape.v_head_dim)
+        ends = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
+        self.kv_indptr, self.qo_indptr = ends * self.keys, ends * block_size
+        self.scale = shape.head_dim**-0.5
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        own = (self.query, self.block_keys, self.block_values, self.out)
+        return (*own, self.key_cache, self.value_cache)
+
+    def floor_us(self, card: Card) -> float:
+        moved = sum(x.nbytes for x in self.tensors[:4]) + self.kv_bytes
+        shape = self.layer.shape
+        products = self.keys * shape.num_q_heads * (shape.head_dim + shape.v_head_dim)
+        flops = 2 * products * self.requests * self.block_size
+        return max(moved / card.bandwidth, flops / card.flops) * 1e6
+
+    def ours(self, tile: Tile | None = None) -> Callable[[Tensor], None]:
+        dim = max(64, triton.next_power_of_2(max(self.query.shape[2], self.out.shape[2])))
+        attention = VerifyAttention(
+            self.requests,
+            self.block_size,
+            shapes=[self.layer.shape],
+            dtype=DTYPE,
+            device="cuda",
+            tiles=TILES if tile is None else {dim: tile},
+        )
+        return lambda slots: attention.run(
+            *self.tensors, self.kv_indptr, slots, scale=self.scale, window_left=self.layer.window
+        )
+
+    def sglang(self, extend_attention: Callable[..., None]) -> Callable[[Tensor], None]:
+        return lambda slots: extend_attention(
+            *self.tensors,
+            self.qo_indptr,
+            self.kv_indptr,
+            slots,
+            None,
+            True,
+            None,
+            self.block_size,
+            1.0,
+            1.0,
+            self.scale,
+            sliding_window_size=self.layer.window,
+        )
+
+    def time_us(self, call: Callable[[Tensor], None], replays: int) -> float:
+        """Return the median time of a call in a graph that goes through every set of slots."""
+        call(self.slot_sets[0])
+        # enough calls that the start of a replay does not show
+        rounds = math.ceil((2 if self.kv_bytes > 1e9 else 16) / len(self.slot_sets))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(rounds):
+                for slots in self.slot_sets:
+                    call(slots)
+        calls = rounds * len(self.slot_sets)
+        return replay_us(graph.replay, replays) / calls
+
+    def error(self, call: Callable[[Tensor], None]) -> float:
+        """Return the distance from the twin over its norm."""
+        self.out.fill_(float("nan"))
+        call(self.slot_sets[0])
+        got = self.out.float()
+        expected = torch.empty_like(got)
+        own, caches = self.tensors[:3], self.tensors[4:]
+        reference.verify_attention(
+            *own,
+            expected,
+            *caches,
+            self.kv_indptr,
+            self.slot_sets[0],
+            scale=self.scale,
+            window_left=self.layer.window,
+        )
+        return ((got - expected).norm() / expected.norm()).item()
+
+
+def replay_us(work: Callable[[], object], repeats: int) -> float:
+    for _ in range(3):
+        work()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def measure_card() -> Card:
+    properties = torch.cuda.get_device_properties(0)
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    copy_us = replay_us(lambda: target.copy_(source), 20)
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=DTYPE) for _ in range(2))
+    product_us = replay_us(lambda: a @ b, 10)
+    return Card(
+        name=properties.name,
+        bandwidth=2 * source.nbytes / copy_us * 1e6,
+        flops=2 * 8192**3 / product_us * 1e6,
+        l2_bytes=properties.L2_cache_size,
+    )
+
+
+def problems(
+    options: argparse.Namespace, card: Card, layers: Iterable[Layer]
+) -> Iterator[tuple[Problem, int]]:
+    chosen = [layer for layer in layers if options.layer in layer.name]
+    for layer, requests, context in itertools.product(chosen, options.requests, options.contexts):
+        # beyond the window one context is like another
+        if layer.window >= 0 and any(layer.window < c < context for c in options.contexts):
+            continue
+        yield (
+            Problem(
+                layer,
+                requests,
+                context,
+                block_size=options.block_size,
+                page_size=options.page_size,
+                l2=card.l2_bytes,
+            ),
+            context,
+        )
+
+
+def sglang_kernel() -> Callable[..., None] | None:
+    """Return what serves the verify pass in SGLang."""
+    try:
+        from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
+    except ImportError as missing:
+        print(f"SGLang's column stays empty: {missing}", file=sys.stderr)
+        return None
+    return extend_attention_fwd
+
+
+def measure(options: argparse.Namespace, card: Card) -> list[Row]:
+    rows = []
+    theirs = sglang_kernel()
+    for problem, context in problems(options, card, LAYERS):
+        ours = problem.ours()
+        error = problem.error(ours)
+        if not error < MAX_ERROR:
+            raise RuntimeError(
+                f"{problem.layer.name}, {problem.requests} requests of {context}: relative error "
+                f"{error:.1e} against the twin, over {MAX_ERROR}. Run tests/kernels first."
+            )
+        row = Row(
+            layer=problem.layer.name,
+            requests=problem.requests,
+            context=context,
+            ours_us=problem.time_us(ours, options.replays),
+            sglang_us=theirs and problem.time_us(problem.sglang(theirs), options.replays),
+            floor_us=problem.floor_us(card),
+            kv_gb=problem.kv_bytes / 1e9,
+        )
+        print(markdown_line(row), flush=True)
+        rows.append(row)
+    return rows
+
+
+HEADER = (
+    "| layer | requests | context | ours, us | SGLang, us | ratio | floor, us | ours TB/s |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def markdown_line(row: Row) -> str:
+    theirs = "" if row.sglang_us is None else f"{row.sglang_us:.1f}"
+    ratio = "" if row.speedup is None else f"{row.speedup:.1f}x"
+    return (
+        f"| {row.layer} | {row.requests} | {row.context} | {row.ours_us:.1f} | {theirs} | {ratio} "
+        f"| {row.floor_us:.1f} | {row.tb_per_s:.2f} |"
+    )
+
+
+def candidates(dim: int) -> list[Tile]:
+    """Return the tiles worth compiling: those whose KV stages can fit beside the queries."""
+    splits = {"ctas_per_sm": TILES[dim].ctas_per_sm, "min_run": TILES[dim].min_run}
+    tiles = [
+        Tile(block_m=m, block_n=n, num_warps=warps, num_stages=stages, **splits)
+        for m, n, warps, stages in itertools.product((32, 64), (16, 32, 64, 128), (4, 8), (2, 3, 4))
+    ]
+    shared_memory = 227 * 1024
+    return [
+        tile
+        for tile in tiles
+        if 2 * dim * (tile.block_m + 2 * max(2, tile.num_stages - 1) * tile.block_n) < shared_memory
+        # the accumulator alone: 64 rows of 512 in 4 warps are 256 registers a thread
+        and tile.block_m * dim <= tile.num_warps * 32 * 128
+    ]
+
+
+def compile_tile(layer: Layer, tile: Tile) -> str:
+    """Compile into Triton's cache, in a process of its own; return what is wrong with the tile."""
+    try:
+        for requests in (1, 17):
+            problem = Problem(layer, requests, 300, block_size=16, page_size=1, l2=0)
+            error = problem.error(problem.ours(tile))
+            if not error < MAX_ERROR:
+                return f"relative error {error:.1e}"
+    except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError) as unfit:
+        return str(unfit).splitlines()[0]
+    return ""
+
+
+def rank(
+    tiles: Iterable[Tile], cases: list[tuple[Problem, float]], replays: int
+) -> list[tuple[float, Tile]]:
+    """Return (geometric mean of time over floor, tile), best first."""
+    scores = []
+    for tile in tiles:
+        logs = [math.log(p.time_us(p.ours(tile), replays) / floor) for p, floor in cases]
+        scores.append((math.exp(statistics.mean(logs)), tile))
+        print(f"{scores[-1][0]:8.2f}  {tile}", flush=True)
+    return sorted(scores, key=lambda score: score[0])
+
+
+def sweep(options: argparse.Namespace, card: Card) -> dict[int, list[tuple[float, Tile]]]:
+    """Rank tiles per head dim, then the best three over how runs are cut."""
+    found = {}
+    context = multiprocessing.get_context("spawn")
+    for layer in (layer for layer in SWEPT if options.layer in layer.name):
+        dim = layer.shape.head_dim
+        tiles = candidates(dim)
+        with ProcessPoolExecutor(options.processes, mp_context=context) as pool:
+            faults = list(pool.map(compile_tile, itertools.repeat(layer), tiles))
+        for tile, fault in zip(tiles, faults, strict=True):
+            if fault:
+                print(f"    out   {tile}: {fault}")
+        fit = [tile for tile, fault in zip(tiles, faults, strict=True) if not fault]
+        cases = [(p, p.floor_us(card)) for p, _ in problems(options, card, [layer])]
+        best = [tile for _, tile in rank(fit, cases, options.replays)[:3]]
+        cuts = itertools.product(best, (1, 2, 3, 4), (32, 64, 128, 256))
+        recut = [replace(tile, ctas_per_sm=ctas, min_run=run) for tile, ctas, run in cuts]
+        found[dim] = rank(recut, cases, options.replays)
+        del cases
+    print("TILES = {")
+    for dim, ranking in sorted(found.items()):
+        print(f"    {dim}: {ranking[0][1]},  # {ranking[0][0]:.2f} times the floor")
+    print("}")
+    return found
+
+
+def provenance(card: Card) -> dict[str, object]:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, capture_output=True, text=True)
+    sglang = sys.modules.get("sglang")
+    return {
+        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "commit": commit.stdout.strip() or None,
+        "gpu": asdict(card),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "sglang": getattr(sglang, "__version__", None),
+        "cuda": torch.version.cuda,
+    }
+
+
+def parse_options() -> argparse.Namespace:
+    def integers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layer", default="", help="only layers whose name contains this")
+    parser.add_argument("--requests", type=integers, default=[1, 8, 32])
+    parser.add_argument("--contexts", type=integers, default=[512, 8192, 32768])
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument("--sweep", action="store_true", help="rank tiles and print the best table")
+    parser.add_argument("--processes", type=int, default=8, help="that compile for --sweep")
+    parser.add_argument("--commit", help="to record where the tree is a copy without its history")
+    parser.add_argument("--output", type=Path, help="writes OUTPUT.json and, unless --sweep, .md")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/kernels.py measures on an NVIDIA GPU, and torch sees none.")
+    card = measure_card()
+    print(f"{card.name}: {card.bandwidth / 1e12:.2f} TB/s, {card.flops / 1e12:.0f} TFLOP/s bf16")
+    result: dict[str, object] = {}
+    if options.sweep:
+        ranked = sweep(options, card)
+        result["sweep"] = {
+            dim: [{"over_floor": score, **asdict(tile)} for score, tile in ranking]
+            for dim, ranking in ranked.items()
+        }
+    else:
+        print(HEADER)
+        rows = measure(options, card)
+        result["rows"] = [asdict(row) for row in rows]
+    if options.output:
+        result = provenance(card) | result
+        if options.commit:
+            result["commit"] = options.commit
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
+        if not options.sweep:
+            table = "\n".join([HEADER, *map(markdown_line, rows)])
+            about = f"`{result['command']}`, {card.name}, commit {result['commit']}, bf16"
+            options.output.with_suffix(".md").write_text(f"{about}\n\n{table}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,419 @@
+"""Attention of the verify pass: every block row over its request's prefix and its own block.
+
+What is fused. One program reads a run of prefix keys and values once for all query heads of a KV
+head and all rows of the block (`group * B` packed rows, in tiles of `block_m`), applies scale,
+logit cap, sliding window and softmax on the fly and, in a request's last run, attends causally over
+the block's own keys. A second kernel merges the runs of requests that were cut into several.
+
+How work is cut. Lengths live on the device, so the grid may not depend on them. The prefixes of the
+batch are cut into runs of one length, at least `min_run` keys and long enough that about
+`ctas_per_sm` programs per multiprocessor cover the batch, whatever its mix of lengths; each program
+finds its request and keys from `kv_indptr`. With runs of at least `total / goal` keys, n requests
+have n + goal - 1 runs at most; those of several runs, which alone need scratch, at most 2 * goal.
+
+Layout contract. n requests of B adjacent rows; the query heads of a KV head are adjacent. query
+[n * B, heads, d] and out [n * B, heads, dv], caches [slots, kv_heads, d] and [slots, kv_heads, dv]:
+dense but for the stride of rows or slots. Block keys [n * B, kv_heads, d] and values
+[n * B, kv_heads, dv]: contiguous. kv_indptr [n + 1] int32 and kv_indices hold the slots of each
+prefix, block excluded; a prefix may be empty. Under a sliding window, keys that no row can see may
+be missing from the front: positions are counted back from the end of the prefix.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one head dim is cut: the shape of a program, and how many programs to aim for."""
+
+    block_m: int  # packed rows; 64 is the least that Hopper's wgmma takes
+    block_n: int  # keys per step of the loop
+    num_warps: int
+    num_stages: int
+    ctas_per_sm: int
+    min_run: int  # keys; a shorter run costs more in its partial result than it saves
+
+
+# by head dim, rounded up to a power of two; to be measured: benchmarks/kernels.py --sweep prints it
+TILES = {
+    64: Tile(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=2, min_run=128),
+    128: Tile(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=2, min_run=128),
+    256: Tile(block_m=64, block_n=32, num_warps=4, num_stages=3, ctas_per_sm=2, min_run=64),
+    512: Tile(block_m=64, block_n=32, num_warps=8, num_stages=3, ctas_per_sm=1, min_run=64),
+}
+# for exactness, not speed: fp32 multiplies without tensor cores, and large tiles spill registers
+TILE_FP32 = Tile(block_m=16, block_n=32, num_warps=4, num_stages=1, ctas_per_sm=2, min_run=64)
+# programs of the merge at large batches: 16 per multiprocessor of an H200
+MERGE_PROGRAMS = 2112
+
+
+# fmt: off
+@triton.jit
+def _find_run(
+    kv_indptr, run, num_requests, goal, min_run,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REQUESTS: tl.constexpr,
+):
+    # fmt: on
+    """Return (request, index of the run in it, its runs, its first scratch row, keys per run).
+
+    The request is `num_requests` or more where the batch has fewer runs than there are programs.
+    """
+    ids = tl.arange(0, BLOCK_REQUESTS)
+    live = ids < num_requests
+    first = tl.load(kv_indptr + ids, mask=live, other=0)
+    keys = tl.load(kv_indptr + ids + 1, mask=live, other=0) - first
+    if WINDOW >= 0:
+        keys = tl.minimum(keys, WINDOW)
+    size = tl.maximum(tl.cdiv(tl.sum(keys, 0), goal), min_run)
+    size = tl.cdiv(size, BLOCK_N) * BLOCK_N
+    runs = tl.where(live, tl.maximum(tl.cdiv(keys, size), 1), 0)
+    request = tl.sum((tl.cumsum(runs, 0) <= run).to(tl.int32), 0)
+    index = run - tl.sum(tl.where(ids < request, runs, 0), 0)
+    count = tl.sum(tl.where(ids == request, runs, 0), 0)
+    scratch = tl.sum(tl.where((ids < request) & (runs > 1), runs, 0), 0)
+    return request, index, count, scratch, size
+
+
+@triton.jit
+def _score(query, keys, n, end, oldest, scale, WINDOW: tl.constexpr, LOGIT_CAP: tl.constexpr):
+    """Return scores in base 2: -inf outside [oldest, end), where oldest counts under a window."""
+    # ieee: fp32 must not pass through tf32; it means nothing to narrower types
+    scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
+    if LOGIT_CAP > 0:
+        # tanh by the sigmoid, which saturates without overflow
+        scores = 2.0 * tl.sigmoid(scores * (scale * 2.0 / LOGIT_CAP)) - 1.0
+        scores *= LOGIT_CAP * LOG2E
+    else:
+        scores *= scale * LOG2E
+    visible = n[None, :] < end
+    if WINDOW >= 0:
+        visible = visible & (n[None, :] >= oldest[:, None])
+    return tl.where(visible, scores, float("-inf"))
+
+
+@triton.jit
+def _fold(acc, peak, total, scores, values):
+    """Take one tile of keys into the running softmax."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    # a row that has seen no key yet: -inf minus -inf would be nan
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(peak - base)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
+    return acc, new_peak, total
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["num_requests", "goal", "min_run"])
+def _attend_runs(
+    query, block_keys, block_values, out, key_cache, value_cache, kv_indptr, kv_indices,
+    partial_out,  # [scratch rows, kv_heads, group * B, dv] fp32
+    partial_lse,  # [scratch rows, kv_heads, group * B] fp32, base 2
+    plan,  # [n, 2] int32, first scratch row and runs of each request
+    scale, key_scale, value_scale, num_requests, goal, min_run,
+    query_stride, out_stride, key_stride, value_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, LOGIT_CAP: tl.constexpr,
+    TILES_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_REQUESTS: tl.constexpr,
+):
+    # fmt: on
+    # neighbours share: first the tiles of the same keys, then the heads of the same slots
+    tile = tl.program_id(0) % TILES_M
+    head = (tl.program_id(0) // TILES_M).to(tl.int64)
+    request, index, count, scratch, size = _find_run(
+        kv_indptr, tl.program_id(1), num_requests, goal, min_run, WINDOW, BLOCK_N, BLOCK_REQUESTS
+    )
+    if request >= num_requests:
+        return
+    if (tl.program_id(0) == 0) & (index == 0):
+        tl.store(plan + request * 2, scratch)
+        tl.store(plan + request * 2 + 1, count)
+
+    prefix_end = tl.load(kv_indptr + request + 1)
+    prefix = prefix_end - tl.load(kv_indptr + request)
+    if WINDOW >= 0:
+        prefix = tl.minimum(prefix, WINDOW)
+    begin = index * size
+    end = tl.minimum(begin + size, prefix)
+
+    packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = packed // GROUP
+    d = tl.arange(0, BLOCK_D)[None, :]
+    dv = tl.arange(0, BLOCK_DV)[None, :]
+    packed_live = (packed < GROUP * ROWS)[:, None]
+    first_row = request.to(tl.int64) * ROWS
+    query_head = head * GROUP + packed % GROUP
+    query_at = (first_row + row) * query_stride + query_head * D
+    q = tl.load(query + query_at[:, None] + d, mask=packed_live & (d < D), other=0.0)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    keys_at = key_cache + head * D + d
+    values_at = value_cache + head * DV + dv
+    slots_at = kv_indices + (prefix_end - prefix).to(tl.int64)
+    oldest = prefix + row - WINDOW
+    # scores are one step ahead of values: with both products of a tile in one step, the compiler
+    # gives every warp whole rows, and at 64 rows half of 8 warps would repeat the other half
+    scores = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
+    slots = tl.zeros([BLOCK_N, 1], tl.int64)
+    for start in range(begin - BLOCK_N, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        live = ((n >= begin) & (n < end))[:, None]
+        v = tl.load(values_at + slots * value_stride, mask=live & (dv < DV), other=0.0)
+        n += BLOCK_N
+        live = (n < end)[:, None]
+        slots = tl.load(slots_at + n, mask=n < end, other=0).to(tl.int64)[:, None]
+        k = tl.load(keys_at + slots * key_stride, mask=live & (d < D), other=0.0)
+        ahead = _score(q, k, n, end, oldest, scale * key_scale, WINDOW, LOGIT_CAP)
+        acc, peak, total = _fold(acc, peak, total, scores, v.to(q.dtype))
+        scores = ahead
+    acc *= value_scale
+
+    if index == count - 1:
+        column = tl.arange(0, BLOCK_ROWS)
+        block_at = ((first_row + column) * KV_HEADS + head)[:, None]
+        live = (column < ROWS)[:, None]
+        k = tl.load(block_keys + block_at * D + d, mask=live & (d < D), other=0.0)
+        v = tl.load(block_values + block_at * DV + dv, mask=live & (dv < DV), other=0.0)
+        own = _score(q, k, column, row[:, None] + 1, row - WINDOW, scale, WINDOW, LOGIT_CAP)
+        acc, peak, total = _fold(acc, peak, total, own, v)
+
+    # a row that sees no key of this run: zeros and an lse of -inf, so that it weighs nothing
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    store_live = packed_live & (dv < DV)
+    if count == 1:
+        out_at = (first_row + row) * out_stride + query_head * DV
+        tl.store(out + out_at[:, None] + dv, acc.to(out.dtype.element_ty), mask=store_live)
+    else:
+        partial_at = ((scratch + index) * KV_HEADS + head) * (GROUP * ROWS) + packed
+        tl.store(partial_out + partial_at[:, None] * DV + dv, acc, mask=store_live)
+        tl.store(partial_lse + partial_at, peak + tl.log2(total), mask=packed < GROUP * ROWS)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["rows_per_program"])
+def _merge_runs(
+    partial_out, partial_lse, plan, out, out_stride, rows_per_program,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_RUNS: tl.constexpr,
+):
+    # fmt: on
+    request = tl.program_id(1).to(tl.int64)
+    scratch = tl.load(plan + request * 2)
+    count = tl.load(plan + request * 2 + 1)
+    if count == 1:
+        return
+    rows = KV_HEADS * GROUP * ROWS
+    dv = tl.arange(0, BLOCK_DV)
+    first = tl.program_id(0) * rows_per_program
+    for row in range(first, tl.minimum(first + rows_per_program, rows)):
+        acc = tl.zeros([BLOCK_DV], tl.float32)
+        total = 0.0
+        peak = float("-inf")
+        for start in range(0, count, BLOCK_RUNS):
+            run = start + tl.arange(0, BLOCK_RUNS)
+            at = (scratch + run).to(tl.int64) * rows + row
+            lse = tl.load(partial_lse + at, mask=run < count, other=float("-inf"))
+            live = (run < count)[:, None] & (dv < DV)[None, :]
+            part = tl.load(partial_out + at[:, None] * DV + dv[None, :], mask=live, other=0.0)
+            new_peak = tl.maximum(peak, tl.max(lse, 0))
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights = tl.exp2(lse - base)
+            shrink = tl.exp2(peak - base)
+            acc = acc * shrink + tl.sum(part * weights[:, None], 0)
+            total = total * shrink + tl.sum(weights, 0)
+            peak = new_peak
+        packed = row % (GROUP * ROWS)
+        query_head = row // (GROUP * ROWS) * GROUP + packed % GROUP
+        out_at = (request * ROWS + packed // GROUP) * out_stride + query_head * DV
+        tl.store(out + out_at + dv, (acc / total).to(out.dtype.element_ty), mask=dv < DV)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one kind of attention layer looks like on this rank."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+
+class VerifyAttention:
+    """The kernel with its scratch, for every kind of layer of a model.
+
+    Scratch is shared by all layers, so calls must be ordered on one stream. No call allocates or
+    reads a tensor on the host, and none depends on lengths in its launch: safe under CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        max_requests: int,
+        block_size: int,
+        *,
+        shapes: Sequence[LayerShape],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        num_sms: int | None = None,  # read off the device where not given
+        tiles: Mapping[int, Tile] | None = None,
+    ) -> None:
+        self.max_requests = max_requests
+        self.block_size = block_size
+        self.dtype = dtype
+        if num_sms is None:
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        if tiles is None:
+            tiles = dict.fromkeys(TILES, TILE_FP32) if dtype == torch.float32 else TILES
+        self.tiles = {shape: _choose_tile(shape, tiles) for shape in shapes}
+        # runs to aim for in a batch; each is a program per KV head and tile of rows
+        self.goals = {}
+        for s, tile in self.tiles.items():
+            programs = s.num_kv_heads * _tiles_m(s, tile, block_size)
+            self.goals[s] = max(1, tile.ctas_per_sm * num_sms // programs)
+        rows = {s: 2 * goal * s.num_q_heads * block_size for s, goal in self.goals.items()}
+        size = max(rows[s] * s.v_head_dim for s in shapes)
+        self.partial_out = torch.empty(size, dtype=torch.float32, device=device)
+        self.partial_lse = torch.empty(max(rows.values()), dtype=torch.float32, device=device)
+        self.plan = torch.empty(max_requests, 2, dtype=torch.int32, device=device)
+
+    # fmt: off
+    def __call__(
+        self,
+        q: Tensor, k: Tensor, v: Tensor, o: Tensor, k_buffer: Tensor, v_buffer: Tensor,
+        qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor,
+        custom_mask: Tensor | None, is_causal: bool, mask_indptr: Tensor | None,
+        max_len_extend: int, k_scale: float, v_scale: float, sm_scale: float,
+        *,
+        logit_cap: float = 0.0, sliding_window_size: int = -1, sinks: Tensor | None = None,
+        window_kv_offsets: Tensor | None = None, xai_temperature_len: int = -1,
+        max_bs: int | None = None,
+    ) -> bool:
+        # fmt: on
+        """Answer SGLang's split-KV verify call: write `o` and return True, or return False.
+
+        `window_kv_offsets` is not needed: a prefix ends where its block begins, and a window is
+        about distances. `max_bs` is not either: scratch does not grow with the batch.
+        """
+        plain = custom_mask is None and is_causal and sinks is None and xai_temperature_len <= 0
+        tensors = (q, k, v, o, k_buffer, v_buffer)
+        n = qo_indptr.shape[0] - 1
+        if not plain or q.shape[0] != n * max_len_extend or not self._fits(n, *tensors):
+            return False
+        self.run(
+            *tensors,
+            kv_indptr[: n + 1],
+            kv_indices,
+            scale=float(sm_scale),
+            key_scale=k_scale,
+            value_scale=v_scale,
+            window_left=sliding_window_size,
+            logit_cap=logit_cap,
+        )
+        return True
+
+    def _fits(self, n: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *caches: Tensor) -> bool:
+        """Say whether the tensors are what this instance was built for."""
+        if any(x.dim() != 3 or x.stride(2) != 1 for x in (q, k, v, o, *caches)):
+            return False
+        dense = all(x.stride(1) == x.shape[2] for x in (q, o, *caches))
+        paired = [x.shape[1:] for x in caches] == [k.shape[1:], v.shape[1:]]
+        return (
+            LayerShape(q.shape[1], k.shape[1], q.shape[2], v.shape[2]) in self.tiles
+            and n <= self.max_requests
+            and q.shape[0] <= n * self.block_size
+            and q.dtype == k.dtype == v.dtype == self.dtype
+            and k.is_contiguous()
+            and v.is_contiguous()
+            and (dense and paired)
+        )
+
+    def run(
+        self,
+        query: Tensor,  # [n * B, heads, d]
+        block_keys: Tensor,  # [n * B, kv_heads, d]
+        block_values: Tensor,  # [n * B, kv_heads, dv]
+        out: Tensor,  # [n * B, heads, dv], written
+        key_cache: Tensor,  # [slots, kv_heads, d]
+        value_cache: Tensor,  # [slots, kv_heads, dv]
+        kv_indptr: Tensor,  # [n + 1] int32
+        kv_indices: Tensor,  # [keys] int64, slots of the prefixes
+        *,
+        scale: float,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+        window_left: int = -1,
+        logit_cap: float = 0.0,
+    ) -> None:
+        """Attend, as `reference.verify_attention` does."""
+        n = kv_indptr.shape[0] - 1
+        rows = query.shape[0] // n
+        shape = LayerShape(query.shape[1], block_keys.shape[1], query.shape[2], out.shape[2])
+        tile, goal = self.tiles[shape], self.goals[shape]
+        tiles_m = _tiles_m(shape, tile, rows)
+        scratch = (self.partial_out, self.partial_lse, self.plan)
+        layout = {
+            "KV_HEADS": shape.num_kv_heads,
+            "GROUP": shape.num_q_heads // shape.num_kv_heads,
+            "ROWS": rows,
+            "DV": shape.v_head_dim,
+            "BLOCK_DV": _padded(shape.v_head_dim),
+        }
+        _attend_runs[(shape.num_kv_heads * tiles_m, n + goal - 1)](
+            *(query, block_keys, block_values, out, key_cache, value_cache, kv_indptr, kv_indices),
+            *scratch,
+            *(scale, key_scale, value_scale, n, goal, tile.min_run),
+            *(x.stride(0) for x in (query, out, key_cache, value_cache)),
+            **layout,
+            D=shape.head_dim,
+            WINDOW=window_left,
+            LOGIT_CAP=logit_cap,
+            TILES_M=tiles_m,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_ROWS=_padded(rows),
+            BLOCK_D=_padded(shape.head_dim),
+            BLOCK_REQUESTS=_padded(n),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        # a goal of one run cuts no request
+        if goal > 1:
+            heads_rows = shape.num_q_heads * rows
+            # a program each where there are few rows; fewer where most requests are whole anyway
+            per_program = max(1, n * heads_rows // MERGE_PROGRAMS)
+            _merge_runs[(triton.cdiv(heads_rows, per_program), n)](
+                *scratch, out, out.stride(0), per_program, **layout, BLOCK_RUNS=16
+            )
+
+
+def _padded(extent: int) -> int:
+    """Round up to what a tile can have: a power of two, 16 at least for the tensor cores."""
+    return max(16, triton.next_power_of_2(extent))
+
+
+def _tiles_m(shape: LayerShape, tile: Tile, rows: int) -> int:
+    return triton.cdiv(shape.num_q_heads // shape.num_kv_heads * rows, tile.block_m)
+
+
+def _choose_tile(shape: LayerShape, tiles: Mapping[int, Tile]) -> Tile:
+    dim = max(min(tiles), triton.next_power_of_2(max(shape.head_dim, shape.v_head_dim)))
+    if dim not in tiles or shape.num_q_heads % shape.num_kv_heads:
+        raise ValueError(
+            f"verify attention takes head dims up to {max(tiles)} and whole groups of query heads "
+            f"but found {shape}. Start without it: SGLang's own kernel serves this layer."
+        )
+    return tiles[dim]
