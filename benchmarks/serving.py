@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,23 @@ def main() -> None:
             results[system] = {"error": str(error)[-2000:]}
     print(table(results))
     if options.out:
-        options.out.write_text(json.dumps({"argv": sys.argv[1:], "results": results}, indent=1))
+        options.out.write_text(json.dumps({**provenance(), "results": results}, indent=1))
+
+
+def provenance() -> dict[str, Any]:
+    """Return what a reader needs to judge the numbers: command, commit, card and versions."""
+    import torch
+    import triton
+
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": git.stdout.strip() or None,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "sglang": version("sglang"),
+    }
 
 
 def table(results: dict[str, Any]) -> str:
