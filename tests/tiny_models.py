@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma4ForCausalLM,
     Gemma4TextConfig,
@@ -61,8 +62,8 @@ def make_target(family: str, folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
-def make_drafter(folder: Path, *, seed: int = 1, **changes: Any) -> Path:
-    """Write a random drafter that fits the targets above."""
+def make_drafter(folder: Path, *, seed: int = 1, prefix: str = "", **changes: Any) -> Path:
+    """Write a random drafter that fits the targets above; `prefix` goes before tensor names."""
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
         "hidden_size": HIDDEN,
@@ -81,6 +82,9 @@ def make_drafter(folder: Path, *, seed: int = 1, **changes: Any) -> Path:
     }
     drafter = Drafter(DrafterConfig(**{**settings, **changes}))
     drafter.save_pretrained(folder)
+    if prefix:
+        path = folder / "model.safetensors"
+        save_file({prefix + name: tensor for name, tensor in load_file(path).items()}, path)
     return folder
 
 

@@ -129,6 +129,9 @@ def _refuse_unsupported(server_args: Any) -> None:
         ),
         "--speculative-draft-window-size": server_args.speculative_draft_window_size is not None,
         "--enable-mixed-chunk": server_args.enable_mixed_chunk,
+        f"--page-size {server_args.page_size} on a CPU, where SGLang cannot allocate pages": (
+            device == "cpu" and server_args.page_size not in (None, 1)
+        ),
         "a --speculative-accept-threshold below 1, which changes the output": min(
             server_args.speculative_accept_threshold_single,
             server_args.speculative_accept_threshold_acc,

@@ -8,7 +8,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import openai
 import pytest
+import requests
 
 from server import Server
 
@@ -149,12 +151,18 @@ def test_request_to_the_context_length_beside_another(
 ) -> None:
     """In-tree DFLASH reserves past the end of the request's row, into its neighbour's."""
     together = [prompts[58], prompts[59], prompts[60]]
-    params = {"max_new_tokens": 2000, "ignore_eos": True}
-    expected = plain.generate_all(together, **params)
-    found = dflash.generate_all(together, **params)
-    for ids, ours, theirs in zip(together, found, expected, strict=True):
-        assert ours["output_ids"] == theirs["output_ids"]
-        assert len(ids) + len(ours["output_ids"]) >= 510
+
+    def to_the_end(server: Server) -> list[list[int]]:
+        with ThreadPoolExecutor(3) as pool:
+            answers = pool.map(
+                lambda ids: server.generate(ids, max_new_tokens=511 - len(ids), ignore_eos=True),
+                together,
+            )
+            return [answer["output_ids"] for answer in answers]
+
+    expected = to_the_end(plain)
+    assert to_the_end(dflash) == expected
+    assert [len(p) + len(a) for p, a in zip(together, expected, strict=True)] == [510] * 3
 
 
 def random_request(chance: random.Random, prompts: list[list[int]]) -> tuple[list[int], dict]:
@@ -222,10 +230,27 @@ def test_seedless_sampling_stays_in_the_top_k(dflash: Server, prompts: list[list
     assert len(texts) > 1
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        pytest.param({"frequency_penalty": 0.5}, "frequency_penalty", id="frequency"),
+        pytest.param({"presence_penalty": 0.5}, "presence_penalty", id="presence"),
+        pytest.param({"extra_body": {"repetition_penalty": 1.2}}, "repetition_penalty", id="rep"),
+        pytest.param({"extra_body": {"min_tokens": 5}}, "min_new_tokens", id="min tokens"),
+        pytest.param({"logprobs": True}, "logprobs", id="logprobs"),
+        pytest.param({"extra_body": {"regex": "[a-z]+"}}, "structured output", id="regex"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(
+    dflash: Server, questions: list[str], options: dict[str, Any], named: str
+) -> None:
+    """In-tree DFLASH ignores most of these without a word."""
+    with pytest.raises(openai.BadRequestError, match=f"DFLASH cannot serve .*{named}"):
+        ask(dflash, questions[0], **options)
+
+
 def test_nothing_leaks(pair: tuple[Server, Server]) -> None:
     """After everything above: the pool is as free as at the start, and SGLang's check is silent."""
-    import requests
-
     dflash = pair[1]
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:

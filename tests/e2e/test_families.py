@@ -28,7 +28,8 @@ class Family:
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         self.target = make_target(name, folder / "target")
-        self.drafter = make_drafter(folder / "drafter")
+        # releases name their tensors with and without the prefix
+        self.drafter = make_drafter(folder / "drafter", prefix="model." if name == "qwen3" else "")
         chance = random.Random(5)
         self.prompts = [
             [chance.randrange(3, VOCAB) for _ in range(length)]

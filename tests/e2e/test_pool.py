@@ -21,15 +21,3 @@ def test_retracted_requests_answer_as_if_nothing_happened(
         assert requests.post(f"{server.url}/flush_cache", timeout=30).ok
         assert server.state()["sglang_dflash"]["free_kv_slots"] == POOL
         assert "leak" not in server.log().lower()
-
-
-def test_pages_of_sixteen_slots(plain: Server, prompts: list[list[int]]) -> None:
-    params = {"max_new_tokens": 100, "ignore_eos": True}
-    expected = [answer["output_ids"] for answer in plain.generate_all(prompts[:6], **params)]
-    with Server(
-        "--context-length", "512", "--max-total-tokens", "2048", "--page-size", "16"
-    ) as server:
-        found = [answer["output_ids"] for answer in server.generate_all(prompts[:6], **params)]
-        assert found == expected
-        assert requests.post(f"{server.url}/flush_cache", timeout=30).ok
-        assert server.state()["sglang_dflash"]["free_kv_slots"] == 2048

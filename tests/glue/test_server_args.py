@@ -82,6 +82,7 @@ def test_smaller_block_is_kept(models: Path) -> None:
             "accept-threshold below 1, which changes the output",
             id="lossy",
         ),
+        pytest.param(["--page-size", "16"], "--page-size 16 on a CPU", id="pages"),
         pytest.param(["--speculative-num-steps", "3"], "a block takes one", id="steps"),
         pytest.param(["--speculative-draft-window-size", "64"], "draft-window-size", id="window"),
     ],

@@ -43,7 +43,7 @@ def activate() -> None:
         if any(req.rid.startswith("nan-") for req in self._batch.reqs):
             features = features.new_full(features.shape, float("nan"))
         real_write(self, features, positions, slots)
-        if not self._batch.forward_mode.is_extend():
+        if self._batch.forward_mode.is_target_verify():
             for req in self._batch.reqs:
                 if req.rid.startswith("record-"):
                     save_draft_kv(self, req, positions, slots)

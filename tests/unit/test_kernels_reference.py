@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang_dflash.kernels import TORCH, choose, reference
+from sglang_dflash.reference import Drafter, DrafterConfig
 
 
 def test_block_starts_with_the_anchor_and_masks_the_rest() -> None:
@@ -134,6 +135,50 @@ def test_paged_attention_equals_one_query_at_a_time(causal: bool, window: int, c
         expected = naive_attention(query[i], keys[own], values[own], visible, 0.3, cap)
         # fp32, sums of at most 9 terms
         torch.testing.assert_close(out[i], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_context_kv_equals_the_oracle() -> None:
+    """The same keys and values as the independent drafter, from the same weights."""
+    torch.manual_seed(0)
+    config = DrafterConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=32,
+        block_size=4,
+        num_target_layers=6,
+        mask_token_id=1,
+        target_layer_ids=(1, 3, 4),
+        layer_types=("sliding_attention", "full_attention"),
+        sliding_window=8,
+        rope_theta=1000.0,
+    )
+    drafter = Drafter(config).requires_grad_(False)
+    state = {name: torch.randn_like(tensor) for name, tensor in drafter.state_dict().items()}
+    drafter.load_state_dict(state)
+    features, positions = torch.randn(5, 3 * 16), torch.tensor([0, 1, 2, 7, 40])
+    angles = torch.arange(64)[:, None] * 1000.0 ** (-torch.arange(4) / 4)
+    pairs = reference.context_kv(
+        features,
+        positions,
+        fc_weight=state["fc.weight"],
+        norm_weight=state["hidden_norm.weight"],
+        kv_weights=[
+            torch.cat([state[f"layers.{i}.self_attn.{kv}_proj.weight"] for kv in "kv"])
+            for i in range(2)
+        ],
+        k_norm_weights=[state[f"layers.{i}.self_attn.k_norm.weight"] for i in range(2)],
+        cos_sin=torch.cat([angles.cos(), angles.sin()], dim=-1),
+        eps=config.rms_norm_eps,
+    )
+    expected = drafter.context_kv(drafter.project(features[None]), positions[None])
+    for layer, (keys, values) in enumerate(pairs):
+        # fp32, sums of 48 and 16 terms
+        torch.testing.assert_close(keys, expected.keys[layer][0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(values, expected.values[layer][0], atol=1e-5, rtol=1e-4)
 
 
 def test_unknown_device_is_refused_by_name() -> None:
