@@ -23,6 +23,9 @@ $(VENV)/.installed: requirements-cpu.txt pyproject.toml
 	$(BIN)/pip install --progress-bar on -r requirements-cpu.txt
 	$(BIN)/pip install --no-deps sglang==0.5.17
 	$(BIN)/pip install --no-deps --no-build-isolation -e .
+	@# this venv is for a CPU: put the stand-ins for what SGLang lacks there on its path
+	@echo $(CURDIR)/sglang_dflash/glue/cpu/path > \
+	  $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/sglang_dflash_cpu.pth
 	@touch $@
 
 clean:

@@ -15,11 +15,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.reference.model import FULL, SLIDING, Drafter, DrafterConfig
 from sglang_dflash.train import grammar
-from sglang_dflash.train.batches import collate, encode_chat, encode_prompt, iterate_batches
+from sglang_dflash.train.batches import (
+    Example,
+    collate,
+    encode_chat,
+    encode_prompt,
+    iterate_batches,
+)
 from sglang_dflash.train.data import make_conversations, sample_prompts, split_of
 from sglang_dflash.train.evaluate import evaluate, grammar_answers
 from sglang_dflash.train.export import export_drafter, export_target, round_to_bfloat16
-from sglang_dflash.train.loop import DrafterLoss, Schedule, answer_prompts, optimise, target_loss
+from sglang_dflash.train.loop import (
+    DrafterLoss,
+    Schedule,
+    answer_prompts,
+    is_greedy,
+    optimise,
+    target_loss,
+)
 from sglang_dflash.train.loss import (
     Anchors,
     make_labels,
@@ -215,6 +228,17 @@ def test_answers_in_a_batch_are_the_answers_alone(tokenizer):
     assert together == alone
     assert together[0].token_ids[:3] == (5, 6, 7)
     assert sum(together[0].answer_mask) == len(together[0].token_ids) - 3
+
+
+def test_one_forward_tells_greedy_text_from_other_text():
+    """If this broke, the drafter would learn text that its target never writes."""
+    target = make_target().eval()
+    own = answer_prompts(target, [[5, 6, 7], [8] * 9], max_new_tokens=6, eos_id=2, pad_id=0)
+    ids = own[0].token_ids
+    other = Example((*ids[:-1], (ids[-1] + 1) % 1024), own[0].answer_mask)
+    asked_otherwise = Example(((ids[0] + 1) % 1024, *ids[1:3]), (False,) * 3)
+    batch = collate([*own, other, asked_otherwise], pad_id=0)
+    assert is_greedy(target, batch).tolist() == [True, True, False, True]
 
 
 RELEASED_KEYS = {

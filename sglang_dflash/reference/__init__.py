@@ -1,0 +1,6 @@
+"""DFlash on plain torch and transformers: the oracle, sharing no code with what it judges."""
+
+from sglang_dflash.reference.generate import Generation, generate, generate_plain
+from sglang_dflash.reference.model import Drafter, DrafterConfig
+
+__all__ = ["Drafter", "DrafterConfig", "Generation", "generate", "generate_plain"]

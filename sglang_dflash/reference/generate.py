@@ -1,0 +1,234 @@
+"""Greedy DFlash decoding of one sequence over any transformers causal LM: the end-to-end oracle.
+
+Every drafted block is kept, so another implementation can be compared block for block and not
+only by its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from sglang_dflash.reference.model import ContextKV, Drafter
+
+
+@dataclass(frozen=True)
+class Block:
+    start: int  # position of the anchor
+    token_ids: tuple[int, ...]  # the anchor, then the drafts
+
+
+@dataclass(frozen=True)
+class Generation:
+    token_ids: list[int]  # what was generated, without the prompt, with the end token if met
+    blocks: list[Block]  # one per verify step
+    commit_lens: list[int]  # as verified; the last may run past what token_ids keeps
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens kept per verify step; the token that came from the prompt is not counted."""
+        return (len(self.token_ids) - 1) / max(len(self.blocks), 1)
+
+
+@dataclass
+class Decoding:
+    """One sequence in flight. `token_ids[:start]` have target KV and draft KV; the anchor at
+    `start` is committed but has been through neither model yet."""
+
+    token_ids: list[int]  # prompt and committed tokens
+    cache: DynamicCache
+    context: ContextKV  # [1, start, ...]
+
+    @property
+    def start(self) -> int:
+        return len(self.token_ids) - 1
+
+
+def check_layer_ids(target: PreTrainedModel, layer_ids: Sequence[int]) -> None:
+    """Refuse a layer whose plain output transformers does not return."""
+    count = target.config.get_text_config().num_hidden_layers
+    bad = [i for i in layer_ids if not 0 <= i < count - 1]
+    if bad:
+        raise ValueError(
+            f"Cannot capture layers {bad} of a target with {count} layers. Use ids 0..{count - 2}: "
+            "the last layer's hidden state is only available after the final norm."
+        )
+
+
+def join_features(hidden_states: Sequence[Tensor], layer_ids: Sequence[int]) -> Tensor:
+    """Concatenate the outputs of the given layers, [b, T, K * H]."""
+    # entry 0 is the embedding, so the output of layer i is entry i + 1
+    return torch.cat([hidden_states[i + 1] for i in layer_ids], dim=-1)
+
+
+@torch.no_grad()
+def capture_features(
+    target: PreTrainedModel,
+    input_ids: Tensor,  # [b, T] int64
+    layer_ids: Sequence[int],
+) -> Tensor:
+    """Return the features of every token from one forward without a cache, [b, T, K * H]."""
+    check_layer_ids(target, layer_ids)
+    out = target(
+        input_ids=input_ids,
+        output_hidden_states=True,
+        use_cache=False,
+        logits_to_keep=1,
+    )
+    return join_features(out.hidden_states, layer_ids)
+
+
+@torch.no_grad()
+def recompute_context(
+    target: PreTrainedModel, drafter: Drafter, token_ids: Sequence[int]
+) -> ContextKV:
+    """Return the draft KV of `token_ids` from scratch: what any incremental writer must equal."""
+    input_ids = torch.tensor([list(token_ids)], device=target.device)
+    features = capture_features(target, input_ids, drafter.config.target_layer_ids)
+    return _context_rows(drafter, features, first=0)
+
+
+def _context_rows(drafter: Drafter, features: Tensor, *, first: int) -> ContextKV:
+    positions = first + torch.arange(features.shape[1], device=features.device)[None]
+    projected = drafter.project(features.to(drafter.fc.weight.dtype))
+    return drafter.context_kv(projected, positions)
+
+
+def _forward(target: PreTrainedModel, token_ids: Sequence[int], cache: DynamicCache):
+    return target(
+        input_ids=torch.tensor([list(token_ids)], device=target.device),
+        past_key_values=cache,
+        use_cache=True,
+        output_hidden_states=True,
+    )
+
+
+@torch.no_grad()
+def prefill(target: PreTrainedModel, drafter: Drafter, input_ids: Sequence[int]) -> Decoding:
+    """Run the prompt and commit the first token."""
+    check_layer_ids(target, drafter.config.target_layer_ids)
+    # no config: every layer keeps all its tokens, so rejected ones can be cropped away
+    cache = DynamicCache()
+    out = _forward(target, input_ids, cache)
+    features = join_features(out.hidden_states, drafter.config.target_layer_ids)
+    first_token = out.logits[0, -1].argmax().item()
+    return Decoding([*input_ids, first_token], cache, _context_rows(drafter, features, first=0))
+
+
+@torch.no_grad()
+def draft_block(
+    target: PreTrainedModel, drafter: Drafter, state: Decoding, *, block_size: int
+) -> Block:
+    """Draft block_size - 1 tokens after the anchor in one pass; `state` is not changed."""
+    config = drafter.config
+    anchor = state.token_ids[-1]
+    ids = torch.tensor([[anchor] + [config.mask_token_id] * (block_size - 1)], device=target.device)
+    positions = state.start + torch.arange(block_size, device=target.device)[None]
+    # the target's own module, because some targets scale their embeddings inside it
+    embeddings = target.get_input_embeddings()(ids).to(drafter.fc.weight.dtype)
+    hidden = drafter(embeddings, positions, context=state.context)
+    head = target.get_output_embeddings()
+    # column k predicts its own position; a logit softcap would not change the argmax
+    drafts = head(hidden[0, 1:].to(head.weight.dtype)).argmax(-1)
+    return Block(state.start, (anchor, *drafts.tolist()))
+
+
+@torch.no_grad()
+def verify_block(
+    target: PreTrainedModel, drafter: Drafter, state: Decoding, *, block: Block
+) -> int:
+    """Verify a block, commit its correct drafts and the bonus, and return how many tokens.
+
+    Writes the target KV and the draft KV of the anchor and the correct drafts, and nothing else.
+    """
+    assert (block.start, block.token_ids[0]) == (state.start, state.token_ids[-1]), block
+    out = _forward(target, block.token_ids, state.cache)
+    choices = out.logits[0].argmax(-1).tolist()
+    drafts = block.token_ids[1:]
+    num_correct = 0
+    while num_correct < len(drafts) and drafts[num_correct] == choices[num_correct]:
+        num_correct += 1
+    commit_len = num_correct + 1
+    state.cache.crop(block.start + commit_len)
+    features = join_features(out.hidden_states, drafter.config.target_layer_ids)
+    rows = _context_rows(drafter, features[:, :commit_len], first=block.start)
+    state.context = state.context.extend(rows)
+    state.token_ids += choices[:commit_len]
+    return commit_len
+
+
+def generate(
+    target: PreTrainedModel,
+    drafter: Drafter,
+    input_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    eos_token_ids: Collection[int] = (),
+    block_size: int | None = None,
+) -> Generation:
+    """Decode greedily with DFlash: the same tokens as `generate_plain`, in fewer target passes.
+
+    `block_size` None means the one the drafter was trained with.
+    """
+    block_size = _check_block_size(drafter, block_size)
+    prompt_len = len(input_ids)
+    state = prefill(target, drafter, input_ids)
+    blocks, commit_lens = [], []
+    kept = _keep(state.token_ids[prompt_len:], max_new_tokens, eos_token_ids)
+    while kept is None:
+        block = draft_block(target, drafter, state, block_size=block_size)
+        blocks.append(block)
+        commit_lens.append(verify_block(target, drafter, state, block=block))
+        kept = _keep(state.token_ids[prompt_len:], max_new_tokens, eos_token_ids)
+    return Generation(kept, blocks, commit_lens)
+
+
+def _check_block_size(drafter: Drafter, block_size: int | None) -> int:
+    trained = drafter.config.block_size
+    if block_size is None:
+        return trained
+    if not 2 <= block_size <= trained:
+        raise ValueError(
+            f"block_size {block_size} was asked for but this drafter was trained with {trained}. "
+            f"Pass 2 to {trained}."
+        )
+    return block_size
+
+
+def _keep(
+    generated: list[int], max_new_tokens: int, eos_token_ids: Collection[int]
+) -> list[int] | None:
+    """Return the final tokens once the sequence is over, None while it is not."""
+    ends = [i for i, token in enumerate(generated) if token in eos_token_ids]
+    if ends and ends[0] < max_new_tokens:
+        return generated[: ends[0] + 1]
+    return generated[:max_new_tokens] if len(generated) >= max_new_tokens else None
+
+
+@torch.no_grad()
+def generate_plain(
+    target: PreTrainedModel,
+    input_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    eos_token_ids: Collection[int] = (),
+) -> list[int]:
+    """Decode greedily, one token a step, without a drafter."""
+    cache = DynamicCache()
+    generated: list[int] = []
+    step = list(input_ids)
+    while len(generated) < max_new_tokens:
+        out = target(
+            input_ids=torch.tensor([step], device=target.device),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        generated.append(out.logits[0, -1].argmax().item())
+        if generated[-1] in eos_token_ids:
+            break
+        step = generated[-1:]
+    return generated

@@ -1,0 +1,410 @@
+"""The drafter in plain torch: the oracle every faster implementation is judged against.
+
+It shares no code with the rest of the package on purpose. Clarity beats speed: masks are explicit
+boolean tensors, nothing is fused, and the same layers serve inference and training.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# keys of dflash_config that change the arithmetic in ways this oracle does not compute
+_UNSUPPORTED = (
+    "causal",
+    "conv_kernel_size",
+    "output_multiplier",
+    "projector_type",
+    "sample_from_anchor",
+    "selector_rank",
+    "use_swa",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """What a drafter folder's config.json says, checked."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    block_size: int
+    num_target_layers: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    layer_types: tuple[str, ...]
+    sliding_window: int | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    max_position_embeddings: int = 2048
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types names {len(self.layer_types)} layers but num_hidden_layers is "
+                f"{self.num_hidden_layers}. Give one type for each layer."
+            )
+        unknown = sorted(set(self.layer_types) - {FULL, SLIDING})
+        if unknown:
+            raise ValueError(f"layer_types holds {unknown}. Use only {FULL!r} and {SLIDING!r}.")
+        if SLIDING in self.layer_types and not self.sliding_window:
+            raise ValueError(
+                f"layer_types asks for {SLIDING!r} but sliding_window is {self.sliding_window}. "
+                "Set sliding_window to the number of tokens a query may see, itself included."
+            )
+        last = self.num_target_layers - 1
+        bad = [i for i in self.target_layer_ids if not 0 <= i < last]
+        if bad or not self.target_layer_ids:
+            raise ValueError(
+                f"target_layer_ids {list(self.target_layer_ids)} must lie in 0..{last - 1} for a "
+                f"target of {self.num_target_layers} layers (the last layer cannot be captured)."
+            )
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> DrafterConfig:
+        """Read the released config.json format; refuse variants this oracle cannot compute."""
+        if "dflash_config" not in raw:
+            raise ValueError(
+                "config.json has no dflash_config, so it is not a DFlash drafter. "
+                "Point at a folder whose architectures entry is DFlashDraftModel."
+            )
+        dflash = raw["dflash_config"]
+        _refuse_variants(raw, dflash)
+        num_layers = raw["num_hidden_layers"]
+        return cls(
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_hidden_layers=num_layers,
+            num_attention_heads=raw["num_attention_heads"],
+            num_key_value_heads=raw["num_key_value_heads"],
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+            vocab_size=raw["vocab_size"],
+            block_size=_read_block_size(raw, dflash),
+            num_target_layers=raw["num_target_layers"],
+            mask_token_id=dflash["mask_token_id"],
+            target_layer_ids=tuple(dflash["target_layer_ids"]),
+            layer_types=tuple(raw.get("layer_types") or [FULL] * num_layers),
+            sliding_window=raw.get("sliding_window"),
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=_read_rope_theta(raw),
+            max_position_embeddings=raw.get("max_position_embeddings", 2048),
+            eos_token_id=raw.get("eos_token_id"),
+            pad_token_id=raw.get("pad_token_id"),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the config.json of the released format."""
+        found = asdict(self)
+        dflash = {key: found.pop(key) for key in ("mask_token_id", "target_layer_ids")}
+        return found | {
+            "architectures": ["DFlashDraftModel"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "dflash_config": dflash,
+            "dtype": "bfloat16",
+            "hidden_act": "silu",
+            "max_window_layers": self.num_hidden_layers,
+            "model_type": "qwen3",
+            "tie_word_embeddings": False,
+            "use_sliding_window": SLIDING in self.layer_types,
+        }
+
+
+def _refuse_variants(raw: dict[str, Any], dflash: dict[str, Any]) -> None:
+    for key in _UNSUPPORTED:
+        if dflash.get(key):
+            raise ValueError(
+                f"dflash_config.{key} is {dflash[key]!r}, a variant the reference does not "
+                "compute. Use a plain DFlash drafter."
+            )
+    if raw.get("hidden_act", "silu") != "silu" or raw.get("attention_bias"):
+        raise ValueError(
+            f"The reference computes hidden_act 'silu' without attention_bias but found "
+            f"{raw.get('hidden_act')!r} and {raw.get('attention_bias')!r}. Use a plain drafter."
+        )
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope_type != "default":
+        raise ValueError(
+            f"The reference computes unscaled rope but config.json asks for {rope_type!r}."
+        )
+
+
+def _read_block_size(raw: dict[str, Any], dflash: dict[str, Any]) -> int:
+    found = {v for v in (raw.get("block_size"), dflash.get("block_size")) if v is not None}
+    if len(found) != 1:
+        raise ValueError(
+            f"block_size is {raw.get('block_size')} at the top level of config.json and "
+            f"{dflash.get('block_size')} in dflash_config. Give it once, or twice the same."
+        )
+    return found.pop()
+
+
+def _read_rope_theta(raw: dict[str, Any]) -> float:
+    nested = raw.get("rope_parameters") or {}
+    return float(raw.get("rope_theta") or nested.get("rope_theta") or 10000.0)
+
+
+@dataclass(frozen=True)
+class ContextKV:
+    """Draft K/V of a context, one entry per layer. Index t of every tensor is position t."""
+
+    keys: tuple[Tensor, ...]  # each [b, T, kv_heads, head_dim], normed and roped
+    values: tuple[Tensor, ...]  # each [b, T, kv_heads, head_dim]
+
+    def __len__(self) -> int:
+        return self.keys[0].shape[1]
+
+    def extend(self, new: ContextKV) -> ContextKV:
+        """Return this context followed by `new`; neither is changed."""
+        return ContextKV(
+            tuple(torch.cat(pair, dim=1) for pair in zip(self.keys, new.keys, strict=True)),
+            tuple(torch.cat(pair, dim=1) for pair in zip(self.values, new.values, strict=True)),
+        )
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def rotate(
+    x: Tensor,  # [b, T, heads, head_dim]
+    positions: Tensor,  # [b, T] int64
+    *,
+    theta: float,
+) -> Tensor:
+    """Apply rotary embedding to the two halves of the head dimension (neox style)."""
+    half = x.shape[-1] // 2
+    steps = torch.arange(half, device=x.device, dtype=torch.float32)
+    angles = positions[..., None].float() * theta ** (-steps / half)
+    cos, sin = angles.cos()[:, :, None], angles.sin()[:, :, None]
+    low, high = x.float().split(half, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.head_dim, self.theta = config.head_dim, config.rope_theta
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def key_value(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return k (normed, roped) and v of `x`: the same rule for context and block rows."""
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        return rotate(k, positions, theta=self.theta), v
+
+    def forward(
+        self,
+        x: Tensor,  # [b, Q, H]
+        positions: Tensor,  # [b, Q] int64
+        *,
+        context_k: Tensor,  # [b, T, kv_heads, head_dim]
+        context_v: Tensor,  # [b, T, kv_heads, head_dim]
+        mask: Tensor,  # [b, Q, T + Q] bool, True where the query sees the key
+    ) -> Tensor:
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
+        q = rotate(q, positions, theta=self.theta)
+        block_k, block_v = self.key_value(x, positions)
+        k = torch.cat((context_k, block_k), dim=1)
+        v = torch.cat((context_v, block_v), dim=1)
+        group = q.shape[2] // k.shape[2]
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.repeat_interleave(group, dim=2).transpose(1, 2),
+            v.repeat_interleave(group, dim=2).transpose(1, 2),
+            attn_mask=mask[:, None],
+            scale=self.head_dim**-0.5,
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, positions: Tensor, **attention: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), positions, **attention)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def block_mask(
+    positions: Tensor,  # [b, N, B] int64, column 0 is the anchor's position
+    *,
+    context_lens: Tensor,  # [b] int64, rows of the context that exist
+    context_size: int,
+    window: int | None,
+) -> Tensor:
+    """Return who sees whom, [b, N*B, context_size + N*B] bool, for N independent blocks.
+
+    A query sees context strictly before its block's anchor (the anchor's own feature does not
+    exist yet) and the keys of its own block. `window` None: the whole block. Otherwise the layer
+    is sliding: only keys at positions p - window < key <= p, so it is causal in the block as well.
+    """
+    b, blocks, size = positions.shape
+    query = positions.flatten(1)[:, :, None]
+    anchor = positions[:, :, :1].expand(-1, -1, size).flatten(1)[:, :, None]
+    context = torch.arange(context_size, device=positions.device)[None, None]
+    sees_context = (context < anchor) & (context < context_lens[:, None, None])
+    owner = torch.arange(blocks, device=positions.device).repeat_interleave(size)
+    sees_block = (owner[:, None] == owner[None]).expand(b, -1, -1)
+    if window is not None:
+        key = positions.flatten(1)[:, None, :]
+        sees_context = sees_context & (context > query - window)
+        sees_block = sees_block & (key <= query) & (key > query - window)
+    return torch.cat((sees_context, sees_block), dim=-1)
+
+
+class Drafter(nn.Module):
+    """A DFlash drafter. Parameter names are those of the released checkpoints."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        features = len(config.target_layer_ids) * config.hidden_size
+        self.fc = nn.Linear(features, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def project(
+        self,
+        features: Tensor,  # [..., K * H]
+    ) -> Tensor:
+        """Return the context row of each target token, [..., H]."""
+        return self.hidden_norm(self.fc(features))
+
+    def context_kv(
+        self,
+        projected: Tensor,  # [b, T, H]
+        positions: Tensor,  # [b, T] int64
+    ) -> ContextKV:
+        """Return every layer's K/V of context rows. They skip input_layernorm by design."""
+        pairs = [layer.self_attn.key_value(projected, positions) for layer in self.layers]
+        return ContextKV(tuple(k for k, _ in pairs), tuple(v for _, v in pairs))
+
+    def forward(
+        self,
+        embeddings: Tensor,  # [b, B, H], the target's own embedding of anchor and masks
+        positions: Tensor,  # [b, B] int64
+        *,
+        context: ContextKV,
+        context_lens: Tensor | None = None,  # [b] int64; absent: every context row exists
+    ) -> Tensor:
+        """Return the normed hidden state of one block per row, [b, B, H]."""
+        if context_lens is None:
+            context_lens = positions.new_full((positions.shape[0],), len(context))
+        return self._run(embeddings, positions[:, None], context, context_lens)
+
+    def forward_anchors(
+        self,
+        embeddings: Tensor,  # [b, N, B, H]
+        anchors: Tensor,  # [b, N] int64, each anchor's position
+        *,
+        context: ContextKV,  # of the whole sequence, shared by its N blocks
+        context_lens: Tensor,  # [b] int64
+    ) -> Tensor:
+        """Return the normed hidden states of N independent blocks per row, [b, N, B, H]."""
+        size = embeddings.shape[2]
+        positions = anchors[:, :, None] + torch.arange(size, device=anchors.device)
+        hidden = self._run(embeddings.flatten(1, 2), positions, context, context_lens)
+        return hidden.unflatten(1, (-1, size))
+
+    def _run(
+        self,
+        x: Tensor,  # [b, N * B, H]
+        positions: Tensor,  # [b, N, B] int64
+        context: ContextKV,
+        context_lens: Tensor,  # [b] int64
+    ) -> Tensor:
+        windows = {FULL: None, SLIDING: self.config.sliding_window}
+        masks = {
+            kind: block_mask(
+                positions,
+                context_lens=context_lens,
+                context_size=len(context),
+                window=windows[kind],
+            )
+            for kind in set(self.config.layer_types)
+        }
+        flat = positions.flatten(1)
+        for i, layer in enumerate(self.layers):
+            x = layer(
+                x,
+                flat,
+                context_k=context.keys[i],
+                context_v=context.values[i],
+                mask=masks[self.config.layer_types[i]],
+            )
+        return self.norm(x)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, dtype: torch.dtype = torch.float32) -> Drafter:
+        """Load a drafter folder of the released format, ready for inference."""
+        folder = Path(folder)
+        config = DrafterConfig.from_json(json.loads((folder / "config.json").read_text()))
+        if (folder / "mask_embedding.pt").exists():
+            raise ValueError(
+                f"{folder} has a learned mask_embedding.pt, a variant the reference does not "
+                "compute. Use a drafter whose mask is a token of the target."
+            )
+        weights: dict[str, Tensor] = {}
+        for shard in sorted(folder.glob("*.safetensors")):
+            weights.update(load_file(shard))
+        drafter = cls(config)
+        drafter.load_state_dict({k.removeprefix("model."): v for k, v in weights.items()})
+        return drafter.to(dtype).eval().requires_grad_(False)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write config.json and bfloat16 weights in the released format."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.config.to_json(), indent=2, sort_keys=True)
+        (folder / "config.json").write_text(text + "\n")
+        weights = {k: v.to(torch.bfloat16).contiguous() for k, v in self.state_dict().items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,36 @@
+"""Writing a pair to disk in the formats that servers already read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from sglang_dflash.reference.model import Drafter
+
+
+@torch.no_grad()
+def round_to_bfloat16(module: nn.Module) -> None:
+    """Round every weight to the nearest bfloat16 in place, keeping its dtype.
+
+    Afterwards the float32 module and its exported file hold the same numbers, so what is measured
+    or generated here is what will be served.
+    """
+    for parameter in module.parameters():
+        parameter.copy_(parameter.to(torch.bfloat16))
+
+
+def export_target(target: PreTrainedModel, folder: Path, *, eos_id: int, pad_id: int) -> None:
+    """Write config.json, generation_config.json and bfloat16 safetensors beside the tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = target.dtype
+    target.generation_config = GenerationConfig(eos_token_id=eos_id, pad_token_id=pad_id)
+    target.to(torch.bfloat16).save_pretrained(folder)
+    target.to(dtype)
+
+
+def export_drafter(drafter: Drafter, folder: Path) -> None:
+    """Write the drafter in the released checkpoint format: no embedding, no head."""
+    drafter.save_pretrained(folder)

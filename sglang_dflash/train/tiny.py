@@ -1,0 +1,255 @@
+"""The recipe of the embedded pair, from nothing: corpus, tokenizer, target, answers, drafter.
+
+    python -m sglang_dflash.train.tiny --out DIR
+
+Writes DIR/target and DIR/drafter. About ten minutes on two CPU cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sglang_dflash.reference.model import FULL, SLIDING, Drafter, DrafterConfig
+from sglang_dflash.train.batches import (
+    Example,
+    collate,
+    encode,
+    encode_chat,
+    encode_prompt,
+    iterate_batches,
+)
+from sglang_dflash.train.data import (
+    VOCAB_SIZE,
+    Conversation,
+    make_conversations,
+    make_tokenizer,
+    sample_prompts,
+)
+from sglang_dflash.train.evaluate import evaluate
+from sglang_dflash.train.export import export_drafter, export_target, round_to_bfloat16
+from sglang_dflash.train.loop import (
+    DrafterLoss,
+    Schedule,
+    answer_prompts,
+    is_greedy,
+    optimise,
+    target_loss,
+)
+
+ANSWER_BATCH = 96
+CHECK_BATCH = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    seed: int = 0
+    conversations: int = 20000  # about as many as the target reads
+    target_schedule: Schedule = Schedule(steps=2800, learning_rate=3e-3, log_every=50)
+    target_tokens: int = 1024  # per step, padding included
+    checked_chats: int = 10000  # how many are tried for being the target's own greedy chats
+    greedy_prompts: int = 700  # how many of the rest the target answers
+    sampled_prompts: int = 300
+    temperature: float = 0.7
+    drafter_schedule: Schedule = Schedule(steps=3000, learning_rate=2e-3, log_every=50)
+    drafter_tokens: int = 4096
+    drafter_rows: int = 4  # many small steps learn more in the same time than few large ones
+    anchors: int = 16
+
+
+def target_config(tokenizer: Any) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        # about 1 / sqrt(hidden): the usual 0.02 spends most of the steps on leaving its plateau
+        initializer_range=0.08,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def drafter_config(tokenizer: Any) -> DrafterConfig:
+    return DrafterConfig(
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=VOCAB_SIZE,
+        block_size=16,
+        num_target_layers=8,
+        mask_token_id=tokenizer.mask_token_id,
+        target_layer_ids=(1, 3, 5, 6),
+        # one of each kind, so that serving this pair exercises both
+        layer_types=(SLIDING, FULL),
+        sliding_window=128,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def train_target(
+    recipe: Recipe, conversations: list[Conversation], *, tokenizer: Any
+) -> LlamaForCausalLM:
+    """Return a trained target whose weights are already rounded to bfloat16."""
+    torch.manual_seed(recipe.seed)
+    target = LlamaForCausalLM(target_config(tokenizer))
+    examples = [encode_chat(tokenizer, c.messages()) for c in conversations]
+    batches = iterate_batches(
+        examples,
+        tokens_per_batch=recipe.target_tokens,
+        pad_id=tokenizer.pad_token_id,
+        seed=recipe.seed,
+    )
+    optimise(
+        target,
+        batches,
+        loss_of=lambda batch: target_loss(target, batch),
+        schedule=recipe.target_schedule,
+        label="target",
+    )
+    round_to_bfloat16(target)
+    return target.eval().requires_grad_(False)
+
+
+def collect_answers(
+    recipe: Recipe,
+    conversations: list[Conversation],
+    *,
+    target: LlamaForCausalLM,
+    tokenizer: Any,
+) -> list[Example]:
+    """Return the target's own answers to training prompts.
+
+    Where the grammar's chat is already the target's greedy one, it is taken as it stands; a share
+    of the others is generated, and so are the sampled ones.
+    """
+    torch.manual_seed(recipe.seed + 1)
+    checked = conversations[: recipe.checked_chats]
+    pairs = [(encode_chat(tokenizer, c.messages()), c) for c in checked]
+    pairs.sort(key=lambda pair: len(pair[0].token_ids))
+    known, unknown = [], []
+    for first in range(0, len(pairs), CHECK_BATCH):
+        group = pairs[first : first + CHECK_BATCH]
+        batch = collate([example for example, _ in group], pad_id=tokenizer.pad_token_id)
+        for (example, chat), own in zip(group, is_greedy(target, batch).tolist(), strict=True):
+            known += [example] * own
+            unknown += [chat] * (not own)
+    print(f"{len(known)} chats of {len(pairs)} are the target's own", flush=True)
+    greedy = Random(recipe.seed).sample(unknown, min(recipe.greedy_prompts, len(unknown)))
+    sampled = conversations[-recipe.sampled_prompts :]
+    return [
+        *known,
+        *_answer(greedy, target=target, tokenizer=tokenizer, temperature=0.0),
+        *_answer(sampled, target=target, tokenizer=tokenizer, temperature=recipe.temperature),
+    ]
+
+
+def _answer(
+    conversations: list[Conversation],
+    *,
+    target: LlamaForCausalLM,
+    tokenizer: Any,
+    temperature: float,
+) -> list[Example]:
+    # the grammar's answer is about as long as the target's: a batch then ends together
+    ordered = sorted(conversations, key=lambda c: len(c.turns[-1].answer))
+    found: list[Example] = []
+    for first in range(0, len(ordered), ANSWER_BATCH):
+        group = ordered[first : first + ANSWER_BATCH]
+        longest = len(encode(tokenizer, group[-1].turns[-1].answer))
+        found += answer_prompts(
+            target,
+            [encode_prompt(tokenizer, c.messages()[:-1]) for c in group],
+            max_new_tokens=longest + 8,
+            eos_id=tokenizer.eos_token_id,
+            pad_id=tokenizer.pad_token_id,
+            temperature=temperature,
+        )
+        print(f"answered {len(found)}/{len(ordered)} prompts", flush=True)
+    return found
+
+
+def train_drafter(
+    recipe: Recipe, examples: list[Example], *, target: LlamaForCausalLM, tokenizer: Any
+) -> Drafter:
+    """Return a trained drafter whose weights are already rounded to bfloat16."""
+    torch.manual_seed(recipe.seed + 2)
+    drafter = Drafter(drafter_config(tokenizer))
+    batches = iterate_batches(
+        examples,
+        tokens_per_batch=recipe.drafter_tokens,
+        rows_per_batch=recipe.drafter_rows,
+        pad_id=tokenizer.pad_token_id,
+        seed=recipe.seed + 2,
+    )
+    loss_of = DrafterLoss(
+        target=target,
+        drafter=drafter,
+        generator=torch.Generator().manual_seed(recipe.seed + 2),
+        anchors=recipe.anchors,
+    )
+    optimise(drafter, batches, loss_of=loss_of, schedule=recipe.drafter_schedule, label="drafter")
+    round_to_bfloat16(drafter)
+    return drafter.eval().requires_grad_(False)
+
+
+def make_pair(recipe: Recipe, out: Path) -> None:
+    """Run the whole recipe and write both folders."""
+    began = time.monotonic()
+    conversations = make_conversations(recipe.conversations, seed=recipe.seed)
+    texts = [m["content"] for c in conversations for m in c.messages()]
+    tokenizer = make_tokenizer(out / "target", texts=texts)
+    target = train_target(recipe, conversations, tokenizer=tokenizer)
+    export_target(
+        target,
+        out / "target",
+        eos_id=tokenizer.eos_token_id,
+        pad_id=tokenizer.pad_token_id,
+    )
+    print(f"target written after {time.monotonic() - began:.0f} s", flush=True)
+    examples = collect_answers(recipe, conversations, target=target, tokenizer=tokenizer)
+    print(f"answers collected after {time.monotonic() - began:.0f} s", flush=True)
+    drafter = train_drafter(recipe, examples, target=target, tokenizer=tokenizer)
+    export_drafter(drafter, out / "drafter")
+    print(f"drafter written after {time.monotonic() - began:.0f} s", flush=True)
+    prompts = sample_prompts(20, seed=recipe.seed)
+    print(evaluate(target, drafter, tokenizer=tokenizer, prompts=prompts).report(), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for target/ and drafter/")
+    parser.add_argument("--seed", type=int, default=Recipe.seed)
+    parser.add_argument("--target-steps", type=int, default=Recipe.target_schedule.steps)
+    parser.add_argument("--drafter-steps", type=int, default=Recipe.drafter_schedule.steps)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    recipe = Recipe(
+        seed=args.seed,
+        target_schedule=replace(Recipe.target_schedule, steps=args.target_steps),
+        drafter_schedule=replace(Recipe.drafter_schedule, steps=args.drafter_steps),
+    )
+    make_pair(recipe, args.out)
+
+
+if __name__ == "__main__":
+    main()
