@@ -128,21 +128,6 @@ class DrafterLoss:
 
 
 @torch.no_grad()
-def is_greedy(
-    target: PreTrainedModel,
-    batch: Batch,
-) -> Tensor:
-    """Return [b] bool: whether every answer of the row is what the target decodes greedily.
-
-    One forward settles it: greedy decoding follows a text exactly if each of its tokens is the
-    target's first choice after the tokens before it.
-    """
-    choices = target(input_ids=batch.token_ids, use_cache=False).logits[:, :-1].argmax(-1)
-    wrong = (choices != batch.token_ids[:, 1:]) & batch.answer_mask[:, 1:]
-    return ~wrong.any(1)
-
-
-@torch.no_grad()
 def answer_prompts(
     target: PreTrainedModel,
     prompts: Sequence[Sequence[int]],

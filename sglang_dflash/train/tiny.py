@@ -20,7 +20,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sglang_dflash.reference.model import FULL, SLIDING, Drafter, DrafterConfig
 from sglang_dflash.train.batches import (
     Example,
-    collate,
     encode,
     encode_chat,
     encode_prompt,
@@ -39,13 +38,11 @@ from sglang_dflash.train.loop import (
     DrafterLoss,
     Schedule,
     answer_prompts,
-    is_greedy,
     optimise,
     target_loss,
 )
 
 ANSWER_BATCH = 96
-CHECK_BATCH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +51,12 @@ class Recipe:
     conversations: int = 20000  # about as many as the target reads
     target_schedule: Schedule = Schedule(steps=2800, learning_rate=3e-3, log_every=50)
     target_tokens: int = 1024  # per step, padding included
-    checked_chats: int = 10000  # how many are tried for being the target's own greedy chats
-    greedy_prompts: int = 700  # how many of the rest the target answers
-    sampled_prompts: int = 300
+    greedy_prompts: int = 1800
+    sampled_prompts: int = 400
     temperature: float = 0.7
+    # chats of the corpus beside the target's own answers: the target has learned to write like
+    # them, they cost nothing to make, and a drafter that reads each once does not overfit
+    fresh_chats: int = 14000
     drafter_schedule: Schedule = Schedule(steps=3000, learning_rate=2e-3, log_every=50)
     drafter_tokens: int = 4096
     drafter_rows: int = 4  # many small steps learn more in the same time than few large ones
@@ -129,37 +128,23 @@ def train_target(
     return target.eval().requires_grad_(False)
 
 
-def collect_answers(
+def collect_examples(
     recipe: Recipe,
     conversations: list[Conversation],
     *,
     target: LlamaForCausalLM,
     tokenizer: Any,
 ) -> list[Example]:
-    """Return the target's own answers to training prompts.
-
-    Where the grammar's chat is already the target's greedy one, it is taken as it stands; a share
-    of the others is generated, and so are the sampled ones.
-    """
+    """Return what the drafter learns from: the target's own answers among fresh chats."""
     torch.manual_seed(recipe.seed + 1)
-    checked = conversations[: recipe.checked_chats]
-    pairs = [(encode_chat(tokenizer, c.messages()), c) for c in checked]
-    pairs.sort(key=lambda pair: len(pair[0].token_ids))
-    known, unknown = [], []
-    for first in range(0, len(pairs), CHECK_BATCH):
-        group = pairs[first : first + CHECK_BATCH]
-        batch = collate([example for example, _ in group], pad_id=tokenizer.pad_token_id)
-        for (example, chat), own in zip(group, is_greedy(target, batch).tolist(), strict=True):
-            known += [example] * own
-            unknown += [chat] * (not own)
-    print(f"{len(known)} chats of {len(pairs)} are the target's own", flush=True)
-    greedy = Random(recipe.seed).sample(unknown, min(recipe.greedy_prompts, len(unknown)))
-    sampled = conversations[-recipe.sampled_prompts :]
-    return [
-        *known,
-        *_answer(greedy, target=target, tokenizer=tokenizer, temperature=0.0),
-        *_answer(sampled, target=target, tokenizer=tokenizer, temperature=recipe.temperature),
-    ]
+    cut = recipe.greedy_prompts
+    greedy, sampled = conversations[:cut], conversations[cut : cut + recipe.sampled_prompts]
+    examples = _answer(greedy, target=target, tokenizer=tokenizer, temperature=0.0)
+    examples += _answer(sampled, target=target, tokenizer=tokenizer, temperature=recipe.temperature)
+    fresh = make_conversations(recipe.fresh_chats, seed=recipe.seed + 5)
+    examples += [encode_chat(tokenizer, c.messages()) for c in fresh]
+    Random(recipe.seed).shuffle(examples)
+    return examples
 
 
 def _answer(
@@ -225,7 +210,7 @@ def make_pair(recipe: Recipe, out: Path) -> None:
         pad_id=tokenizer.pad_token_id,
     )
     print(f"target written after {time.monotonic() - began:.0f} s", flush=True)
-    examples = collect_answers(recipe, conversations, target=target, tokenizer=tokenizer)
+    examples = collect_examples(recipe, conversations, target=target, tokenizer=tokenizer)
     print(f"answers collected after {time.monotonic() - began:.0f} s", flush=True)
     drafter = train_drafter(recipe, examples, target=target, tokenizer=tokenizer)
     export_drafter(drafter, out / "drafter")
