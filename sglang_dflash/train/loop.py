@@ -90,7 +90,7 @@ class DrafterLoss:
     target: PreTrainedModel
     drafter: Drafter
     generator: torch.Generator
-    anchors: int = 16  # per sequence
+    blocks: int = 64  # per batch, shared evenly by its rows
     gamma: float = 7.0
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -100,7 +100,9 @@ class DrafterLoss:
         context = self.drafter.context_kv(
             self.drafter.project(features), steps.expand_as(batch.token_ids)
         )
-        anchors = sample_anchors(batch.answer_mask, self.anchors, generator=self.generator)
+        # a batch of few long rows has as many blocks as one of many short rows: every token counts
+        each = max(1, self.blocks // len(batch.lens))
+        anchors = sample_anchors(batch.answer_mask, each, generator=self.generator)
         hidden = self.drafter.forward_anchors(
             self._embed(batch, anchors.positions),
             anchors.positions,
