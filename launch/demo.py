@@ -13,8 +13,8 @@ from typing import NamedTuple
 from server import Server
 
 QUESTIONS = (
-    "Write a short story about a kind fox named Nora.",
-    "Count from 7 to 40.",
+    "Please tell me a short story about Otto, a curious hare.",
+    "Write the 8 times table up to 7.",
     "Describe the island of Hollow as JSON.",
     "Name the months of the year, beginning with March.",
 )
