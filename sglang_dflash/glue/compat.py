@@ -84,6 +84,9 @@ SYMBOLS: dict[str, Symbol] = {
     "validate_request": Symbol(
         "srt.speculative.dflash_utils", "validate_dflash_request", ("req", "enable_overlap")
     ),
+    "update_finish_state": Symbol(
+        "srt.managers.schedule_batch", "Req.update_finish_state", ("new_accepted_len",)
+    ),
     "row_headroom": Symbol(
         "srt.mem_cache.allocation_sizing", "get_req_to_token_extra_context_len", ("server_args",)
     ),

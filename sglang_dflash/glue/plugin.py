@@ -57,13 +57,14 @@ def require_supported_release() -> None:
 
 def hooks() -> dict[str, Callable[..., Any]]:
     """Return everything we change in SGLang: symbol -> what wraps it."""
-    from sglang_dflash.glue import memory, sampling
+    from sglang_dflash.glue import finish, memory, sampling
 
     return {
         "create_worker": _create_worker,
         "resolve_alias": _resolve_alias,
         "handle_dflash": _handle_dflash,
         "validate_request": sampling.refuse_in_scheduler,
+        "update_finish_state": finish.finish_token_by_token,
         "row_headroom": memory.row_headroom,
         "default_pool_init": memory.budget_draft_kv,
         "swa_pool_init": memory.budget_draft_kv,

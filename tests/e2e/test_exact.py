@@ -121,6 +121,18 @@ def test_max_tokens(plain: Server, dflash: Server, questions: list[str], max_tok
         assert expected[1] <= max_tokens
 
 
+def test_end_of_text_in_the_block_that_reaches_max_tokens(
+    plain: Server, dflash: Server, questions: list[str]
+) -> None:
+    """SGLang checks max_tokens first, for the whole block, and would answer past the end."""
+    for question in questions[42:46]:
+        _, tokens, reason = ask(plain, question, max_tokens=300)
+        assert reason == "stop"
+        for extra in (-1, 0, 1, 2, 7, 14):
+            expected = ask(plain, question, max_tokens=tokens + extra)
+            assert ask(dflash, question, max_tokens=tokens + extra) == expected
+
+
 def test_stop_strings(plain: Server, dflash: Server, questions: list[str]) -> None:
     """The stop falls inside a block: nothing after it is returned or counted."""
     stopped = 0
