@@ -294,18 +294,26 @@ def markdown_line(row: Row) -> str:
 def candidates(dim: int) -> list[Tile]:
     """Return the tiles worth compiling: those whose KV stages can fit beside the queries."""
     splits = {"ctas_per_sm": TILES[dim].ctas_per_sm, "min_run": TILES[dim].min_run}
+    shapes = itertools.product((64, 128), (16, 32, 64, 128), (4, 8), (2, 3, 4), (1, 2))
     tiles = [
-        Tile(block_m=m, block_n=n, num_warps=warps, num_stages=stages, **splits)
-        for m, n, warps, stages in itertools.product((32, 64), (16, 32, 64, 128), (4, 8), (2, 3, 4))
+        Tile(block_m=m, block_n=n, num_warps=warps, num_stages=stages, dv_parts=parts, **splits)
+        for m, n, warps, stages, parts in shapes
+        if m == 64 or dim == 512
     ]
     shared_memory = 227 * 1024
     return [
         tile
         for tile in tiles
-        if 2 * dim * (tile.block_m + 2 * max(2, tile.num_stages - 1) * tile.block_n) < shared_memory
+        if 2 * dim * tile.block_m + 2 * kv_bytes(tile, dim) < shared_memory
         # the accumulator alone: 64 rows of 512 in 4 warps are 256 registers a thread
-        and tile.block_m * dim <= tile.num_warps * 32 * 128
+        and tile.block_m * dim // tile.dv_parts <= tile.num_warps * 32 * 128
+        and (tile.dv_parts == 1 or dim == 512)
     ]
+
+
+def kv_bytes(tile: Tile, dim: int) -> int:
+    """Return the shared memory of the stages that are always there, keys and values."""
+    return max(1, tile.num_stages - 1) * tile.block_n * (dim + dim // tile.dv_parts)
 
 
 def compile_tile(layer: Layer, tile: Tile) -> str:

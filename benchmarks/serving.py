@@ -1,10 +1,12 @@
 """Decode speed of plain decoding, SGLang's DFLASH and ours, on one GPU, in one run.
 
     python benchmarks/serving.py --model-path M --draft-model-path D --load-format dummy \\
-        --simulate-accept-length 8 --requests 1 8 32 --contexts 512 --out results.json
+        --simulate-accept-length 8 --requests 1 8 32 --contexts 512 --out benchmarks/results/serving
 
 Each system serves alone, with the same prompts. A decode rate is the difference between two output
-lengths, so that prefill and start drop out.
+lengths, so that prefill and start drop out. Writes OUT.json (command, commit, versions, GPU),
+OUT.md (the table) and OUT.png (rate over requests). `--picture OUT.json` draws the picture again.
+Arguments that this script does not know go to the servers.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -25,10 +28,17 @@ from pathlib import Path
 from typing import Any
 
 import requests
+from trace_split import report, split
 
 PORT = 30000
+URL = f"http://127.0.0.1:{PORT}"
 START_TIMEOUT_S = 420
 SYSTEMS = ("plain", "in-tree", "ours")
+SAMPLING = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0, "top_p": 0.95, "top_k": 64},
+}
+PROFILED_STEPS = 10
 
 
 class Serving:
@@ -63,7 +73,7 @@ class Serving:
             if self._process.poll() is not None:
                 raise RuntimeError(f"server ended:\n{self.log.read_text()[-3000:]}")
             with contextlib.suppress(requests.RequestException):
-                if requests.get(f"http://127.0.0.1:{PORT}/health", timeout=5).ok:
+                if requests.get(f"{URL}/health", timeout=5).ok:
                     return time.monotonic() - self._start
             time.sleep(1)
         raise RuntimeError(f"no answer in time:\n{self.log.read_text()[-3000:]}")
@@ -74,53 +84,84 @@ class Serving:
         self._process.wait()
 
 
-def generate(ids: list[int], new_tokens: int, temperature: float) -> list[int]:
-    body = {
-        "input_ids": ids,
-        "sampling_params": {
-            "temperature": temperature,
-            "max_new_tokens": new_tokens,
-            "ignore_eos": True,
-        },
-    }
-    response = requests.post(f"http://127.0.0.1:{PORT}/generate", json=body, timeout=600)
+def generate(ids: list[int], new_tokens: int, sampling: str) -> dict[str, Any]:
+    params = {**SAMPLING[sampling], "max_new_tokens": new_tokens, "ignore_eos": True}
+    body = {"input_ids": ids, "sampling_params": params}
+    response = requests.post(f"{URL}/generate", json=body, timeout=600)
     response.raise_for_status()
-    return response.json()["output_ids"]
+    return response.json()
 
 
-def batch_seconds(
-    num_requests: int, context: int, new_tokens: int, *, temperature: float, seed: int
-) -> float:
-    """Return how long a batch of fresh prompts takes, all started together."""
-    chance = random.Random(f"{seed} {num_requests} {context} {new_tokens}")
-    prompts = [[chance.randrange(1000, 50000) for _ in range(context)] for _ in range(num_requests)]
-    with ThreadPoolExecutor(num_requests) as pool:
+def draw_prompts(num_requests: int, context: int, seed: object) -> list[list[int]]:
+    chance = random.Random(f"{seed} {num_requests} {context}")
+    return [[chance.randrange(1000, 50000) for _ in range(context)] for _ in range(num_requests)]
+
+
+def run_batch(
+    prompts: list[list[int]], new_tokens: int, sampling: str
+) -> tuple[float, list[dict[str, Any]]]:
+    """Return how long a batch takes, all started together, and its answers."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
         start = time.monotonic()
-        list(pool.map(lambda ids: generate(ids, new_tokens, temperature), prompts))
-        return time.monotonic() - start
+        answers = list(pool.map(lambda ids: generate(ids, new_tokens, sampling), prompts))
+        return time.monotonic() - start, answers
 
 
-def measure(num_requests: int, context: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the decode rate of one point, from the better of two tries at each length."""
+def measure(
+    num_requests: int, context: int, sampling: str, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Return the decode rate of one point, from the better of the tries at each length."""
     short, long = options.lengths
-    seconds = {
-        length: min(
-            batch_seconds(
-                num_requests, context, length, temperature=options.temperature, seed=repeat
-            )
-            for repeat in range(options.repeats)
-        )
-        for length in (short, long)
-    }
+    seconds, answers = {}, []
+    for length in (short, long):
+        tries = []
+        for repeat in range(options.repeats):
+            prompts = draw_prompts(num_requests, context, f"{repeat} {length}")
+            taken, answers = run_batch(prompts, length, sampling)
+            tries.append(taken)
+        seconds[length] = min(tries)
     rate = num_requests * (long - short) / (seconds[long] - seconds[short])
-    tokens_per_step = options.simulate_accept_length or 1
-    return {
+    point = {
         "requests": num_requests,
         "context": context,
+        "sampling": sampling,
         "tokens_per_s": round(rate, 1),
         "ms_per_token": round(1000 * num_requests / rate, 3),
-        "step_ms": round(1000 * num_requests * tokens_per_step / rate, 2),
     }
+    per_step = options.simulate_accept_length or accept_length(answers)
+    return point | {
+        "accept_length": round(per_step, 3),
+        "step_ms": round(1000 * num_requests * per_step / rate, 2),
+        # under simulation the text is nonsense, and sampled text has no one answer
+        "output_ids": None
+        if options.simulate_accept_length or sampling != "greedy"
+        else [answer["output_ids"] for answer in answers],
+    }
+
+
+def accept_length(answers: list[dict[str, Any]]) -> float:
+    """Return the mean tokens per step that SGLang reports; 1 without speculation."""
+    found = [a["meta_info"].get("spec_accept_length") or 1.0 for a in answers]
+    return sum(found) / len(found)
+
+
+def profile(num_requests: int, context: int) -> dict[str, Any]:
+    """Return the split of a step's GPU time, from a trace of some steps in full swing."""
+    prompts = draw_prompts(num_requests, context, "profile")
+    load = threading.Thread(target=run_batch, args=(prompts, 1600 if num_requests == 1 else 800, "greedy"))
+    with tempfile.TemporaryDirectory() as folder:
+        load.start()
+        time.sleep(2.0 if num_requests == 1 else 4.0)
+        body = {"output_dir": folder, "num_steps": PROFILED_STEPS, "activities": ["GPU"]}
+        requests.post(f"{URL}/start_profile", json=body, timeout=60).raise_for_status()
+        load.join()
+        deadline = time.monotonic() + 30
+        while not (traces := list(Path(folder).glob("**/*.gz"))) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        time.sleep(2)  # for the file to be complete
+        found = split(traces[0])
+    print(f"{num_requests} requests of {context}: {report(found)}", flush=True)
+    return {"requests": num_requests, "context": context, **found}
 
 
 def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -128,18 +169,23 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
     try:
         seconds = server.wait()
         print(f"{system}: ready after {seconds:.0f} s", flush=True)
-        points = []
-        batch_seconds(1, 32, 32, temperature=0.0, seed=-1)
+        for sampling in options.sampling:
+            run_batch(draw_prompts(1, 32, "warm-up"), 32, sampling)
+        points: list[dict[str, Any]] = []
+        splits: list[dict[str, Any]] = []
         for context in options.contexts:
             for num_requests in options.requests:
                 if context * num_requests > options.max_tokens:
                     continue
-                point = measure(num_requests, context, options)
-                if system == "plain":
-                    point["step_ms"] = point["ms_per_token"]
-                print(f"{system}: {point}", flush=True)
-                points.append(point)
-        return {"start_s": round(seconds, 1), "command": server.command[3:], "points": points}
+                for sampling in options.sampling:
+                    point = measure(num_requests, context, sampling, options)
+                    shown = {k: v for k, v in point.items() if k != "output_ids"}
+                    print(f"{system}: {shown}", flush=True)
+                    points.append(point)
+                if options.trace and system == "ours":
+                    splits.append(profile(num_requests, context))
+        found = {"start_s": round(seconds, 1), "command": server.command[3:], "points": points}
+        return found | ({"gpu_time": splits} if splits else {})
     finally:
         server.stop()
         if options.logs:
@@ -147,43 +193,89 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
             (folder / f"{system}.log").write_bytes(server.log.read_bytes()[-2_000_000:])
 
 
+def compare_outputs(results: dict[str, Any]) -> dict[str, Any]:
+    """Compare each greedy answer with plain decoding's, and drop the token ids."""
+    found = {}
+    texts = {
+        (system, p["context"], p["requests"]): p["output_ids"]
+        for system, result in results.items()
+        for p in result.get("points", ())
+        if p["output_ids"] is not None
+    }
+    for (system, context, num_requests), ids in texts.items():
+        plain = texts.get(("plain", context, num_requests))
+        if system == "plain" or plain is None:
+            continue
+        equal = sum(a == b for a, b in zip(ids, plain, strict=True))
+        found[f"{system}, {num_requests} requests of {context}"] = f"{equal} of {len(plain)} equal"
+    for result in results.values():
+        for point in result.get("points", ()):
+            del point["output_ids"]
+    return found
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model-path", required=True)
-    parser.add_argument("--draft-model-path", required=True)
+    parser.add_argument("--model-path")
+    parser.add_argument("--draft-model-path")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--contexts", nargs="+", type=int, default=[512])
+    parser.add_argument("--sampling", nargs="+", choices=list(SAMPLING), default=["greedy"])
     parser.add_argument("--max-tokens", type=int, default=200_000, help="skip larger batches")
     parser.add_argument("--lengths", nargs=2, type=int, default=[64, 320])
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--simulate-accept-length", type=float, default=0.0)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--attention-backend", default="triton")
     parser.add_argument("--draft-backend", default="fa4")
     parser.add_argument("--load-format", default="auto")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--trace", action="store_true", help="split our step's GPU time, too")
+    parser.add_argument("--commit", help="to record where the tree is a copy without its history")
+    parser.add_argument("--out", type=Path, help="writes OUT.json, OUT.md and OUT.png")
     parser.add_argument("--logs", help="folder for the end of each server's log")
+    parser.add_argument("--picture", type=Path, help="only draw the picture of a result file")
     options, options.server_args = parser.parse_known_args()
+    if options.picture is None and not (options.model_path and options.draft_model_path):
+        parser.error("--model-path and --draft-model-path are needed to measure")
     return options
 
 
 def main() -> None:
     options = parse()
+    if options.picture:
+        draw(json.loads(options.picture.read_text()), options.picture.with_suffix(".png"))
+        return
     results = {}
     for system in options.systems:
         try:
             results[system] = run_system(system, options)
-        except RuntimeError as error:
+        except (RuntimeError, requests.RequestException) as error:
             print(f"{system}: {error}", flush=True)
             results[system] = {"error": str(error)[-2000:]}
+    agreement = compare_outputs(results)
+    found = {**provenance(options), "agreement_with_plain": agreement, "results": results}
     print(table(results))
+    for what, equal in agreement.items():
+        print(f"{what}: {equal}")
     if options.out:
-        options.out.write_text(json.dumps({**provenance(), "results": results}, indent=1))
+        write(found, options.out)
+    if any("error" in result for result in results.values()):
+        raise SystemExit(1)
 
 
-def provenance() -> dict[str, Any]:
+def write(found: dict[str, Any], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    about = f"`{found['command']}`, {found['gpu']}, commit {found['commit']}"
+    out.with_suffix(".md").write_text(f"{about}\n\n{table(found['results'])}\n")
+    try:
+        draw(found, out.with_suffix(".png"))
+    except ImportError:
+        print(f"no picture: matplotlib is missing. Elsewhere: --picture {out}.json")
+
+
+def provenance(options: argparse.Namespace) -> dict[str, Any]:
     """Return what a reader needs to judge the numbers: command, commit, card and versions."""
     import torch
     import triton
@@ -191,7 +283,7 @@ def provenance() -> dict[str, Any]:
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     return {
         "command": " ".join(["python", *sys.argv]),
-        "commit": git.stdout.strip() or None,
+        "commit": options.commit or git.stdout.strip() or None,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -199,22 +291,57 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def table(results: dict[str, Any]) -> str:
-    """Return the rates as Markdown, a row per point and a column per system."""
-    rows: dict[tuple[int, int], dict[str, float]] = {}
+def rates(results: dict[str, Any]) -> dict[tuple[str, int, int], dict[str, dict[str, Any]]]:
+    """Return {(sampling, context, requests): {system: point}}, in that order."""
+    rows: dict[tuple[str, int, int], dict[str, dict[str, Any]]] = {}
     for system, result in results.items():
         for point in result.get("points", ()):
-            key = (point["context"], point["requests"])
-            rows.setdefault(key, {})[system] = point["tokens_per_s"]
-    lines = ["| context | requests | " + " | ".join(results) + " | ours / in-tree |"]
-    lines.append("|" + "---|" * (len(results) + 3))
-    for (context, num_requests), rates in sorted(rows.items()):
-        cells = [f"{rates[s]:.1f}" if s in rates else "" for s in results]
+            key = (point["sampling"], point["context"], point["requests"])
+            rows.setdefault(key, {})[system] = point
+    return dict(sorted(rows.items()))
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return the rates as Markdown, a row per point and a column per system."""
+    titles = [f"{system}, tok/s (step, ms)" for system in results]
+    lines = ["| sampling | context | requests | " + " | ".join(titles) + " | ours / in-tree |"]
+    lines.append("|" + "---|" * (len(results) + 4))
+    for (sampling, context, num_requests), found in rates(results).items():
+        cells = [
+            f"{found[s]['tokens_per_s']:.1f} ({found[s]['step_ms']:.1f})" if s in found else ""
+            for s in results
+        ]
         ratio = ""
-        if "ours" in rates and "in-tree" in rates:
-            ratio = f"{rates['ours'] / rates['in-tree']:.2f}x"
-        lines.append(f"| {context} | {num_requests} | " + " | ".join(cells) + f" | {ratio} |")
+        if "ours" in found and "in-tree" in found:
+            quotient = found["ours"]["tokens_per_s"] / found["in-tree"]["tokens_per_s"]
+            ratio = f"{quotient:.2f}x"
+        point = f"| {sampling} | {context} | {num_requests} | "
+        lines.append(point + " | ".join(cells) + f" | {ratio} |")
     return "\n".join(lines)
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Draw rate over requests, a line per system, a panel per context and way of sampling."""
+    import matplotlib.pyplot as plt
+
+    rows = rates(found["results"])
+    panels = sorted({key[:2] for key in rows})
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        here = {key[2]: systems for key, systems in rows.items() if key[:2] == panel}
+        for system in found["results"]:
+            points = [(n, s[system]["tokens_per_s"]) for n, s in here.items() if system in s]
+            axis.plot(*zip(*points, strict=True), marker="o", label=system)
+        axis.set(title=f"{panel[0]}, context {panel[1]}", xlabel="concurrent requests")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(list(here), [str(n) for n in here])
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("decoded tokens per second")
+    axes[0][0].legend()
+    figure.suptitle(f"{found['gpu']}, commit {str(found['commit'])[:8]}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Where a decode step's GPU time goes, from a trace that SGLang's profiler wrote.
+"""Where a decode step's GPU time goes, from a trace that SGLang's profiler wrote of our worker.
 
-    python benchmarks/trace_split.py TRACE.json.gz [--top 15]
+    python benchmarks/trace_split.py TRACE.json.gz [--top 15] [--out split.json]
 
-Busy time is the union of kernel intervals over all streams; idle is the rest of the span between
-the first and the last kernel.
+A step begins with our `_build_block` kernel, its verify pass with `_index_prefixes` and its commit
+with `_accept_walk`. Only whole steps count, so the profiler's own start and end do not. Idle is
+the time of a step in which no kernel runs on any stream.
 """
 
 from __future__ import annotations
@@ -15,12 +16,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-# first match wins
-GROUPS = (
-    ("verify attention", ("_attend_runs", "_merge_runs", "_fwd_kernel", "extend_attention")),
-    ("draft attention", ("flash_attn", "FlashAttention", "fmha", "kernel_cutlass")),
-    ("matrix products", ("gemm", "nvjet", "cutlass", "splitK", "gemv", "matmul")),
-)
+STEP, VERIFY, COMMIT = "_build_block", "_index_prefixes", "_accept_walk"
+ATTENTION = ("_attend_runs", "_merge_runs", "_fwd_kernel", "extend_attention")
+PRODUCTS = ("gemm", "nvjet", "cutlass_", "splitk", "gemv", "matmul")
 
 
 def kernels(path: Path) -> list[dict[str, Any]]:
@@ -42,34 +40,80 @@ def busy_us(work: list[dict[str, Any]]) -> float:
     return total
 
 
-def group_of(name: str) -> str:
-    for group, marks in GROUPS:
-        if any(mark.lower() in name.lower() for mark in marks):
-            return group
-    return "rest"
+def whole_steps(work: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    starts = [i for i, event in enumerate(work) if event["name"] == STEP]
+    return [work[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def split_step(step: list[dict[str, Any]], end_us: float) -> Counter[str]:
+    """Return the microseconds of each part of one step, `idle` included."""
+    found: Counter[str] = Counter()
+    phase = "draft"
+    for event in step:
+        if event["name"] in (VERIFY, COMMIT):
+            phase = "verify" if event["name"] == VERIFY else "commit"
+        name = event["name"].lower()
+        part = phase
+        if phase == "verify":
+            if any(mark in name for mark in ATTENTION):
+                part = "verify attention"
+            elif any(mark in name for mark in PRODUCTS):
+                part = "verify matrix products"
+            else:
+                part = "verify rest"
+        found[part] += event["dur"]
+    found["idle"] = end_us - step[0]["ts"] - busy_us(step)
+    return found
+
+
+def split(path: Path) -> dict[str, Any]:
+    """Return a step's mean length and parts, in milliseconds."""
+    work = kernels(path)
+    steps = whole_steps(work)
+    if not steps:
+        raise SystemExit(f"{path} holds no whole step of our worker: no two {STEP} kernels.")
+    ends = [step[0]["ts"] for step in steps[1:]]
+    steps = steps[: len(ends)]
+    if not steps:
+        raise SystemExit(f"{path} holds one step; profile at least three.")
+    parts: Counter[str] = Counter()
+    for step, end in zip(steps, ends, strict=True):
+        parts.update(split_step(step, end))
+    length = (ends[-1] - steps[0][0]["ts"]) / len(steps)
+    return {
+        "steps": len(steps),
+        "step_ms": round(length / 1000, 3),
+        "launches": sum(map(len, steps)) // len(steps),
+        "parts_ms": {name: round(us / len(steps) / 1000, 3) for name, us in parts.most_common()},
+        "idle_share": round(parts["idle"] / len(steps) / length, 4),
+    }
+
+
+def report(found: dict[str, Any]) -> str:
+    lines = [f"{found['steps']} steps of {found['step_ms']} ms, {found['launches']} launches each"]
+    for name, millis in found["parts_ms"].items():
+        lines.append(f"{millis:9.3f} ms {millis / found['step_ms']:6.1%}  {name}")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--top", type=int, default=15)
+    parser.add_argument("--top", type=int, default=0, help="also list the longest kernels")
+    parser.add_argument("--out", type=Path, help="write the split as JSON")
     options = parser.parse_args()
-    work = kernels(options.trace)
-    span = work[-1]["ts"] + work[-1]["dur"] - work[0]["ts"]
-    busy = busy_us(work)
-    print(f"span {span / 1000:.2f} ms, busy {busy / 1000:.2f} ms, idle {1 - busy / span:.1%}")
-    by_group: Counter[str] = Counter()
-    by_name: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
-    for event in work:
-        by_group[group_of(event["name"])] += event["dur"]
-        by_name[event["name"]] += event["dur"]
-        calls[event["name"]] += 1
-    for group, micros in by_group.most_common():
-        print(f"{micros / 1000:9.2f} ms {micros / span:6.1%}  {group}")
-    print(f"the {options.top} longest of {len(by_name)} kernels, {len(work)} launches:")
-    for name, micros in by_name.most_common(options.top):
-        print(f"{micros / 1000:9.2f} ms {calls[name]:6d}x  {name[:110]}")
+    found = split(options.trace)
+    print(report(found))
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    if options.top:
+        by_name: Counter[str] = Counter()
+        calls: Counter[str] = Counter()
+        for event in kernels(options.trace):
+            by_name[event["name"]] += event["dur"]
+            calls[event["name"]] += 1
+        for name, micros in by_name.most_common(options.top):
+            print(f"{micros / 1000:9.2f} ms {calls[name]:6d}x  {name[:110]}")
 
 
 if __name__ == "__main__":

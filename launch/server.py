@@ -1,4 +1,4 @@
-"""A server on this machine's CPU, started by launch/cpu.sh; for the demo and the tests."""
+"""A server on this machine, started by launch/cpu.sh; for the demo and the tests."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ def free_port() -> int:
 class Server:
     """`with Server("--context-length", "256") as server:` serves until the block ends."""
 
+    script = ROOT / "launch" / "cpu.sh"
+
     def __init__(self, *args: str, plain: bool = False, env: dict[str, str] | None = None) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         handle, name = tempfile.mkstemp(prefix="sglang-dflash-", suffix=".log")
         self._log = Path(name)
         self._process = subprocess.Popen(
-            [str(ROOT / "launch" / "cpu.sh"), *args, "--port", str(self.port)],
+            [str(self.script), *args, "--port", str(self.port)],
             stdout=handle,
             stderr=subprocess.STDOUT,
             start_new_session=True,

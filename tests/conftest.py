@@ -1,4 +1,7 @@
-"""Without a GPU, tests see SGLang as launch/cpu.sh does: stand-ins on the path, CPU mode on."""
+"""Without a GPU, tests see SGLang as launch/cpu.sh does: stand-ins on the path, CPU mode on.
+
+With one, servers are started by tests/gpu.sh instead.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ import sys
 import pytest
 import torch
 
-from server import ROOT
+from server import ROOT, Server
 
 STAND_INS = ROOT / "sglang_dflash" / "glue" / "cpu" / "path"
 HAS_GPU = torch.cuda.is_available()
 
-if not HAS_GPU:
+if HAS_GPU:
+    Server.script = ROOT / "tests" / "gpu.sh"
+else:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     if str(STAND_INS) not in sys.path:
         sys.path.insert(0, str(STAND_INS))

@@ -1,7 +1,8 @@
 """Our verify attention in the target's Triton backend.
 
-SGLang's backend asks `verify_splitkv_fwd` first when `use_verify_splitkv` is set, and serves a
-block with its prefill kernel when the answer is False. On NVIDIA cards it never asks by itself.
+Three methods of the backend are replaced on the instance, for verify blocks only: what lays out the
+prefixes before a graph runs (SGLang's reads a length on the host, which stalls every step of a
+model with sliding windows), what runs a layer, and what sizes the buffers of the graphs.
 """
 
 from __future__ import annotations
@@ -9,18 +10,25 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from sglang_dflash.glue import compat
 
 logger = logging.getLogger(__name__)
 
 
 def install_verify_attention(runner: Any, *, max_requests: int, block_size: int) -> str:
-    """Let our kernel serve the target's blocks, before graphs are captured; return its name.
+    """Let our kernel serve the target's blocks, before graphs are captured; return what serves.
 
-    A backend without the seam keeps its own kernel.
+    Another backend, or a mode of the Triton backend that the kernel does not know, keeps its own.
     """
     backend = runner.attn_backend
     if not isinstance(backend, compat.TritonAttnBackend):
+        return type(backend).__name__
+    foreign = _foreign_mode(backend)
+    if foreign is not None:
+        logger.warning("DFLASH: SGLang's prefill kernel serves verify blocks: %s.", foreign)
         return type(backend).__name__
     from sglang_dflash.kernels.verify_attention import LayerShape, VerifyAttention
 
@@ -32,26 +40,170 @@ def install_verify_attention(runner: Any, *, max_requests: int, block_size: int)
     attention = VerifyAttention(
         max_requests, block_size, shapes=list(shapes), dtype=runner.dtype, device=runner.device
     )
-    backend.verify_splitkv_fwd = _Announced(attention)
-    backend.use_verify_splitkv = True
+    VerifyBackend(backend, attention, block_size).install()
     return "sglang_dflash.verify_attention"
 
 
-class _Announced:
-    """The kernel behind SGLang's seam, saying once when it has to leave a block to SGLang."""
+def _foreign_mode(backend: Any) -> str | None:
+    if backend.enable_deterministic:
+        return "deterministic inference asks for its own"
+    if backend.dcp_size > 1:
+        return "decode context parallelism shards the KV cache"
+    if backend._translate_kv_loc is not None:
+        return "the unified memory pool has slots of its own"
+    return None
 
-    def __init__(self, attention: Any) -> None:
+
+def shrink_graph_buffers(backend: Any) -> None:
+    """Size a Triton backend's index buffers by requests, not by requests times block.
+
+    SGLang sizes them for a decode step in which every token has a context of its own. In a verify
+    pass the tokens of a block share one: at 262,144 tokens of context and 32 requests that is
+    64 MiB instead of a gigabyte.
+    """
+    original = backend.init_cuda_graph_state
+
+    def init_cuda_graph_state(max_bs: int, max_num_tokens: int, **buffers: Any) -> None:
+        original(max_bs, max_bs, **buffers)
+        # chain drafts need no mask
+        backend._verify_mask = None
+        if backend.use_sliding_window_kv_pool:
+            backend.cuda_graph_swa_out_cache_loc = torch.zeros(
+                max_num_tokens, dtype=torch.int64, device=backend.device
+            )
+
+    backend.init_cuda_graph_state = init_cuda_graph_state
+
+
+class VerifyBackend:
+    """The verify half of one Triton backend."""
+
+    def __init__(self, backend: Any, attention: Any, block_size: int) -> None:
+        from sglang_dflash.kernels.prefix_index import index_prefixes
+
+        self._backend = backend
         self._attention = attention
+        self._block_size = block_size
+        self._index_prefixes = index_prefixes
+        self._run_layer = backend.forward_extend
         self._warned = False
+        bounds = torch.arange(backend.qo_indptr.shape[0], device=backend.device)
+        self._block_bounds = bounds * block_size
 
-    def __call__(self, *args: Any, **kwargs: Any) -> bool:
-        served = self._attention(*args, **kwargs)
-        if not served and not self._warned:
+    def install(self) -> None:
+        shrink_graph_buffers(self._backend)
+        self._backend.forward_extend = self.forward_extend
+        self._backend._update_target_verify_buffers = self.lay_out_prefixes
+
+    def lay_out_prefixes(self, bs: int, seq_lens: Tensor, rows: Tensor, _spec_info: Any) -> None:
+        """Fill what a graph reads about the batch, without asking the device for a length."""
+        backend = self._backend
+        backend.qo_indptr[: bs + 1].copy_(self._block_bounds[: bs + 1])
+        batch = (backend.req_to_token, rows[:bs], seq_lens[:bs])
+        self._index_prefixes(*batch, backend.kv_indptr, backend.cuda_graph_kv_indices)
+        if backend.sliding_window_size is not None and backend.sliding_window_size > 0:
+            self._index_prefixes(
+                *batch,
+                backend.window_kv_indptr,
+                backend.cuda_graph_window_kv_indices,
+                window=backend.sliding_window_size,
+                starts=backend.cuda_graph_window_kv_offsets,
+                slot_map=getattr(backend.token_to_kv_pool, "full_to_swa_index_mapping", None),
+            )
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **unusual: Any,
+    ) -> Tensor:
+        """Run one layer: a verify block by our kernel, anything else as SGLang does."""
+        ours = forward_batch.forward_mode.is_target_verify()
+        if ours and not self._knows(q, k, v, layer, save_kv_cache, unusual):
+            ours = False
+            self._warn(q, layer)
+        if not ours:
+            return self._run_layer(q, k, v, layer, forward_batch, save_kv_cache, **unusual)
+        assert k is not None and v is not None
+        return self._verify(q, k, v, layer, forward_batch)
+
+    def _verify(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any) -> Tensor:
+        backend = self._backend
+        metadata = backend.forward_metadata
+        caches = self._caches(layer)
+        windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
+        slots = forward_batch.out_cache_loc
+        if windowed and metadata.swa_out_cache_loc is not None:
+            slots = metadata.swa_out_cache_loc
+        if caches[0].dtype != k.dtype:
+            # a quantised cache: SGLang scales and casts
+            where = compat.KVWriteLoc(forward_batch.out_cache_loc, metadata.swa_out_cache_loc)
+            scales = (layer.k_scale, layer.v_scale) if layer.k_scale is not None else ()
+            # SGLang scales in place
+            backend.token_to_kv_pool.set_kv_buffer(layer, where, k.clone(), v.clone(), *scales)
+            slots = None
+        if layer.qk_head_dim == layer.v_head_dim:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        else:
+            out = q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+        quantised = layer.k_scale is not None and layer.v_scale is not None
+        requests = q.shape[0] // self._block_size
+        bounds = metadata.window_kv_indptr if windowed else metadata.kv_indptr
+        self._attention.run(
+            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            k,
+            v,
+            out.view(-1, layer.tp_q_head_num, layer.v_head_dim),
+            *caches,
+            bounds[: requests + 1],
+            metadata.window_kv_indices if windowed else metadata.kv_indices,
+            scale=float(layer.scaling),
+            key_scale=layer.k_scale_float if quantised else 1.0,
+            value_scale=layer.v_scale_float if quantised else 1.0,
+            window_left=layer.sliding_window_size if windowed else -1,
+            logit_cap=compat.logit_capping_mod(layer.logit_capping_method, layer.logit_cap),
+            slots=slots,
+        )
+        return out
+
+    def _caches(self, layer: Any) -> tuple[Tensor, Tensor]:
+        pool = self._backend.token_to_kv_pool
+        return pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+
+    def _knows(
+        self, q: Tensor, k: Any, v: Any, layer: Any, save_kv_cache: bool, unusual: dict[str, Any]
+    ) -> bool:
+        return (
+            save_kv_cache
+            and k is not None
+            and v is not None
+            and not any(value is not None for value in unusual.values())
+            and not layer.is_cross_attention
+            and self._is_causal(layer)
+            and layer.xai_temperature_len <= 0
+            and q.shape[0] % self._block_size == 0
+            and self._attention.fits(
+                q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), k, v, *self._caches(layer)
+            )
+        )
+
+    def _is_causal(self, layer: Any) -> bool:
+        kind = compat.AttentionType
+        if layer.attn_type == kind.DECODER_BIDIRECTIONAL:
+            return not self._backend.allow_bidirectional_attention_in_extend
+        return layer.attn_type == kind.DECODER
+
+    def _warn(self, q: Tensor, layer: Any) -> None:
+        if not self._warned:
             self._warned = True
             logger.warning(
-                "DFLASH: SGLang's prefill kernel serves verify blocks of query %s, dtype %s: "
+                "DFLASH: SGLang's prefill kernel serves verify blocks of layer %d (query %s, %s): "
                 "slower, same result.",
-                tuple(args[0].shape),
-                args[0].dtype,
+                layer.layer_id,
+                tuple(q.shape),
+                q.dtype,
             )
-        return served

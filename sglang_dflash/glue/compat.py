@@ -240,6 +240,39 @@ SYMBOLS: dict[str, Symbol] = {
     "get_tp_group": Symbol("srt.distributed", "get_tp_group"),
     # attention
     "TritonAttnBackend": Symbol("srt.layers.attention.triton_backend", "TritonAttnBackend"),
+    "logit_capping_mod": Symbol(
+        "srt.layers.attention.triton_backend",
+        "logit_capping_mod",
+        ("logit_capping_method", "logit_cap"),
+    ),
+    "triton_forward_extend": Symbol(
+        "srt.layers.attention.triton_backend",
+        "TritonAttnBackend.forward_extend",
+        ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
+    ),
+    "triton_verify_buffers": Symbol(
+        "srt.layers.attention.triton_backend",
+        "TritonAttnBackend._update_target_verify_buffers",
+        ("bs", "seq_lens", "req_pool_indices", "spec_info"),
+    ),
+    "triton_graph_state": Symbol(
+        "srt.layers.attention.triton_backend",
+        "TritonAttnBackend.init_cuda_graph_state",
+        ("max_bs", "max_num_tokens"),
+    ),
+    # head
+    "LogitsProcessor": Symbol("srt.layers.logits_processor", "LogitsProcessor"),
+    "get_logits": Symbol(
+        "srt.layers.logits_processor",
+        "LogitsProcessor._get_logits",
+        ("hidden_states", "lm_head", "logits_metadata", "embedding_bias"),
+    ),
+    "compute_lm_head": Symbol(
+        "srt.layers.logits_processor",
+        "LogitsProcessor._compute_lm_head",
+        ("hidden_states", "lm_head", "embedding_bias"),
+    ),
+    "fused_softcap": Symbol("srt.layers.logits_processor", "fused_softcap"),
     # attention on a CPU
     "AttentionBackend": Symbol("srt.layers.attention.base_attn_backend", "AttentionBackend"),
     "register_attention_backend": Symbol(

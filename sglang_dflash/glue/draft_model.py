@@ -1,14 +1,14 @@
 """The drafter network on SGLang's layers. Architecture name and tensor names are the releases'.
 
 A Qwen3-style stack without embedding or head of its own: it borrows the target's. Only block
-tokens pass through the layers; target tokens enter as draft KV, made from features by
-`context_kv` of the kernels with the weights that `context_weights` hands out.
+tokens pass through the layers; target tokens enter as draft KV, made from features outside of them
+with `fc`, `hidden_norm` and each layer's `kv_weight` and `k_norm`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +24,6 @@ FUSED = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
-
-
-class ContextWeights(NamedTuple):
-    """What turns features into draft KV; views of live parameters, so they follow an update."""
-
-    fc_weight: Tensor
-    norm_weight: Tensor
-    kv_weights: list[Tensor]
-    k_norm_weights: list[Tensor]
-    cos_sin: Tensor
-    eps: float
 
 
 class DraftAttention(nn.Module):
@@ -86,6 +75,11 @@ class DraftAttention(nn.Module):
             sliding_window_size=spec.window_left(layer),
             attn_type=kind.DECODER if spec.is_causal(layer) else kind.ENCODER_ONLY,
         )
+
+    @property
+    def kv_weight(self) -> Tensor:
+        """The rows of the fused projection that make keys and values; follows a weight update."""
+        return self.qkv_proj.weight[self.q_size :]
 
     def forward(self, positions: Tensor, hidden: Tensor, forward_batch: Any) -> Tensor:
         qkv, _ = self.qkv_proj(hidden)
@@ -179,17 +173,6 @@ class DFlashDraftModel(nn.Module):
             hidden, residual = layer(positions, hidden, residual, forward_batch)
         hidden, _ = self.norm(hidden, residual)
         return compat.LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden)
-
-    def context_weights(self) -> ContextWeights:
-        attentions: list[Any] = [layer.self_attn for layer in self.layers]
-        return ContextWeights(
-            fc_weight=self.fc.weight,
-            norm_weight=self.hidden_norm.weight,
-            kv_weights=[a.qkv_proj.weight[a.q_size :] for a in attentions],
-            k_norm_weights=[a.k_norm.weight for a in attentions],
-            cos_sin=attentions[0].rotary_emb.cos_sin_cache,
-            eps=self.config.rms_norm_eps,
-        )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load a released checkpoint. Raise ValueError unless every parameter is filled, once

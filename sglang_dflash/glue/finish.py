@@ -1,7 +1,10 @@
-"""When a request ends: token by token, as in plain decoding.
+"""When a request ends: token by token, as in plain decoding; and what a step has given it.
 
 SGLang looks at a whole block at once and tests `max_tokens` first. A block that holds the end of
 the text and also reaches `max_tokens` then ends by length, with tokens after the end in the answer.
+
+Steps are metered here because only here it is known which of their tokens count: under overlap
+scheduling a step also runs for requests that the step before has ended.
 """
 
 from __future__ import annotations
@@ -9,6 +12,30 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_dflash.glue import compat
+from sglang_dflash.metrics import AcceptanceMeter
+
+_meters: list[AcceptanceMeter] = []
+
+
+def meter_steps_of(meter: AcceptanceMeter) -> None:
+    """Count every verify step of this process in `meter`."""
+    _meters[:] = [meter]
+
+
+def finish_and_meter(original: Any, req: Any, new_accepted_len: int = 1) -> None:
+    """Stand in for SGLang's update of a request after a step."""
+    before = len(req.output_ids) - new_accepted_len
+    finish_token_by_token(original, req, new_accepted_len)
+    # SGLang has counted the step on the request already; the prompt's token is not one
+    seen = getattr(req, "dflash_seen", (0, 0))
+    req.dflash_seen = (req.spec_verify_ct, req.spec_num_correct_drafts)
+    if req.spec_verify_ct <= seen[0]:
+        return
+    committed = new_accepted_len
+    if req.finished() and req.finished_len is not None:
+        committed = min(committed, req.finished_len - before)
+    for meter in _meters:
+        meter.record(req.spec_num_correct_drafts - seen[1], max(1, committed))
 
 
 def finish_token_by_token(original: Any, req: Any, new_accepted_len: int = 1) -> None:

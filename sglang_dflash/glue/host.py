@@ -10,36 +10,10 @@ from torch import Tensor
 
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import compat
+from sglang_dflash.glue.head import DraftHead, VerifyHead
 from sglang_dflash.glue.sampling import choose_rows
 from sglang_dflash.kernels import Ops
 from sglang_dflash.types import DraftBlock, DraftContext, TargetOutput
-
-
-class VocabHead:
-    """The target's head as a drafter uses it: the likeliest token, no logits kept.
-
-    With tensor parallelism each rank owns a contiguous, ascending part of the vocabulary, so the
-    first rank with the highest value holds the token that one big argmax would give.
-    """
-
-    def __init__(self, target_model: Any, vocab_size: int) -> None:
-        head = target_model.lm_head
-        shard = getattr(head, "shard_indices", None)
-        self._head = head
-        self._start = shard.org_vocab_start_index if shard is not None else 0
-        self._size = shard.num_org_elements if shard is not None else vocab_size
-        self._group = compat.get_tp_group() if shard is not None else None
-
-    def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the likeliest token of each hidden state [n, H], as [n] int64."""
-        weight = self._head.weight[: self._size]
-        values, tokens = torch.matmul(hidden.to(weight.dtype), weight.T).max(dim=-1)
-        tokens = tokens + self._start
-        if self._group is None or self._group.world_size == 1:
-            return tokens
-        values = self._group.all_gather(values[None], dim=0)
-        tokens = self._group.all_gather(tokens[None], dim=0)
-        return tokens.gather(0, values.argmax(dim=0, keepdim=True)).squeeze(0)
 
 
 class Engine:
@@ -53,7 +27,9 @@ class Engine:
         self.draft_runner = draft_runner
         target_model = self.target_runner.model
         draft_runner.model.share_embedding(target_model.get_input_embeddings())
-        self.head = VocabHead(target_model, config.drafter.vocab_size)
+        self.head = DraftHead(target_model, config.drafter.vocab_size, ops)
+        device_type = torch.device(draft_runner.device).type
+        self.verify_head = VerifyHead(target_model, ops, device_type=device_type)
         self.block_input = compat.DFlashVerifyInput(
             draft_token=None,
             positions=None,
@@ -81,11 +57,26 @@ class Engine:
     def write_draft_kv(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Project target features into the draft KV of every layer, at the given slots."""
         model = self.draft_runner.model
-        weights = model.context_weights()
-        pairs = self.ops.context_kv(features, positions, **weights._asdict())
         pool = self.draft_runner.token_to_kv_pool
-        for layer, (keys, values) in zip(model.layers, pairs, strict=True):
-            pool.set_kv_buffer(layer.self_attn.attn, slots, keys, values)
+        hidden = self.ops.context_hidden(
+            features,
+            fc_weight=model.fc.weight,
+            norm_weight=model.hidden_norm.weight,
+            eps=model.config.rms_norm_eps,
+        )
+        for layer in model.layers:
+            attention = layer.self_attn
+            layer_id = attention.attn.layer_id
+            self.ops.write_context(
+                hidden @ attention.kv_weight.T,
+                positions,
+                slots,
+                pool.get_key_buffer(layer_id),
+                pool.get_value_buffer(layer_id),
+                k_norm_weight=attention.k_norm.weight,
+                cos_sin=attention.rotary_emb.cos_sin_cache,
+                eps=model.config.rms_norm_eps,
+            )
 
 
 class BatchHost:
@@ -148,7 +139,11 @@ class BatchHost:
         output = self.target_result.logits_output
         features, output.hidden_states = output.hidden_states, None
         choices = choose_rows(
-            engine.target_runner.sampler, output, batch.sampling_info, block.positions
+            engine.target_runner.sampler,
+            engine.verify_head,
+            output,
+            batch.sampling_info,
+            block.positions,
         )
         return TargetOutput(choices=choices, features=features)
 

@@ -64,7 +64,7 @@ def hooks() -> dict[str, Callable[..., Any]]:
         "resolve_alias": _resolve_alias,
         "handle_dflash": _handle_dflash,
         "validate_request": sampling.refuse_in_scheduler,
-        "update_finish_state": finish.finish_token_by_token,
+        "update_finish_state": finish.finish_and_meter,
         "row_headroom": memory.row_headroom,
         "default_pool_init": memory.budget_draft_kv,
         "swa_pool_init": memory.budget_draft_kv,

@@ -10,22 +10,25 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sglang_dflash.glue import compat
+from sglang_dflash.glue.head import VerifyHead
 
 PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
 
 
-def choose_rows(sampler: Any, logits_output: Any, sampling_info: Any, positions: Tensor) -> Tensor:
+def choose_rows(
+    sampler: Any, head: VerifyHead, logits_output: Any, sampling_info: Any, positions: Tensor
+) -> Tensor:
     """Return the target's token after each row, [b, B]. Sampling overwrites the logits.
 
     `positions` [b, B] are the rows' own positions, which seed the sampler's noise.
     """
     logits = logits_output.next_token_logits
     if sampling_info.is_all_greedy and sampling_info.logit_bias is None:
-        return torch.argmax(logits, dim=-1).view(positions.shape)
+        return head.greedy(logits).view(positions.shape)
+    logits_output.next_token_logits = logits = head.plain(logits)
     rows = _repeat_rows(sampling_info, positions.shape[1])
     rows.apply_logits_bias(logits)
     choices = sampler(logits_output, rows, False, [], [], positions.flatten())

@@ -17,6 +17,7 @@ from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.attention import install_verify_attention
 from sglang_dflash.glue.draft_model import DFlashDraftModel
+from sglang_dflash.glue.finish import meter_steps_of
 from sglang_dflash.glue.host import BatchHost, Engine
 from sglang_dflash.glue.server_args import resolve_config
 from sglang_dflash.glue.state import DFlashState
@@ -41,6 +42,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         )
         self.ops = kernels.choose(torch.device(self.device).type)
         self.meter = AcceptanceMeter(self.config.block_size)
+        meter_steps_of(self.meter)
         compat.ModelRegistry.models["DFlashDraftModel"] = DFlashDraftModel
         bundle = compat.build_draft_tp_worker(
             server_args=server_args,
@@ -156,8 +158,3 @@ class DFlashWorker(compat.BaseSpecWorker):
             new_seq_lens=commit.new_lens,
             extra_keep_alive_refs=[host.verify_batch],
         )
-
-    def on_verify_complete_cpu(
-        self, num_correct_drafts_per_req: list[int], batch_size: int = 0
-    ) -> None:
-        self.meter.record(num_correct_drafts_per_req)

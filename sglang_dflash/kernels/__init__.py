@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,19 +40,29 @@ class CommittedSlots(Protocol):
     def __call__(self, slots: Tensor, commit_lens: Tensor) -> Tensor: ...
 
 
-class ContextKV(Protocol):
+class ContextHidden(Protocol):
+    def __call__(
+        self, features: Tensor, *, fc_weight: Tensor, norm_weight: Tensor, eps: float
+    ) -> Tensor: ...
+
+
+class WriteContext(Protocol):
     def __call__(
         self,
-        features: Tensor,
+        projected: Tensor,
         positions: Tensor,
+        slots: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
         *,
-        fc_weight: Tensor,
-        norm_weight: Tensor,
-        kv_weights: Sequence[Tensor],
-        k_norm_weights: Sequence[Tensor],
+        k_norm_weight: Tensor,
         cos_sin: Tensor,
         eps: float,
-    ) -> list[tuple[Tensor, Tensor]]: ...
+    ) -> None: ...
+
+
+class ArgmaxRows(Protocol):
+    def __call__(self, logits: Tensor, logit_cap: float = 0.0) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,9 @@ class Ops:
     accept_walk: AcceptWalk
     commit_tokens: CommitTokens
     committed_slots: CommittedSlots
-    context_kv: ContextKV
+    context_hidden: ContextHidden
+    write_context: WriteContext
+    argmax_rows: ArgmaxRows
 
 
 TORCH = Ops(
@@ -74,12 +85,32 @@ TORCH = Ops(
     accept_walk=reference.accept_walk,
     commit_tokens=reference.commit_tokens,
     committed_slots=reference.committed_slots,
-    context_kv=reference.context_kv,
+    context_hidden=reference.context_hidden,
+    write_context=reference.write_context,
+    argmax_rows=reference.argmax_rows,
 )
 
 
 def choose(device_type: str) -> Ops:
     """Return the ops for a device. The caller logs the name."""
-    if device_type not in ("cpu", "cuda"):
+    if device_type == "cpu":
+        return TORCH
+    if device_type != "cuda":
         raise ValueError(f"sglang_dflash has no ops for device {device_type!r}; it has cpu, cuda.")
-    return TORCH
+    return triton_ops()
+
+
+def triton_ops() -> Ops:
+    """Return the Triton kernels, each in the place of its twin."""
+    from sglang_dflash.kernels import argmax, block, commit, context
+
+    return Ops(
+        name="triton",
+        build_block=block.build_block,
+        accept_walk=commit.accept_walk,
+        commit_tokens=commit.commit_tokens,
+        committed_slots=commit.committed_slots,
+        context_hidden=context.context_hidden,
+        write_context=context.write_context,
+        argmax_rows=argmax.argmax_rows,
+    )

@@ -1,12 +1,10 @@
 """Torch twins of every op: the specification, and the path that runs on a CPU.
 
 No op of a step reads a tensor's value on the host, so each is safe under CUDA-graph capture and
-costs no synchronisation. `verify_attention` does: it is a specification only.
+costs no synchronisation. `verify_attention` and `index_prefixes` do: they are specifications only.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -136,19 +134,23 @@ def verify_attention(
     value_scale: float = 1.0,
     window_left: int = -1,  # keys a row sees to its left, -1 for all
     logit_cap: float = 0.0,
+    slots: Tensor | None = None,  # [n * B] int, where the block's keys and values are written too
 ) -> None:
     """Attend from each block over its request's prefix and, causally, over the block itself.
 
     The scales undo the quantisation of the caches; the block's own keys and values need none.
     """
+    if slots is not None:
+        key_cache[slots] = block_keys
+        value_cache[slots] = block_values
     bounds = kv_indptr.tolist()
     rows = query.shape[0] // (len(bounds) - 1)
     group = query.shape[1] // block_keys.shape[1]
     for i, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
         block = slice(i * rows, (i + 1) * rows)
-        slots = kv_indices[first:last].long()
-        keys = torch.cat([key_cache[slots].float() * key_scale, block_keys[block].float()])
-        values = torch.cat([value_cache[slots].float() * value_scale, block_values[block].float()])
+        prefix = kv_indices[first:last].long()
+        keys = torch.cat([key_cache[prefix].float() * key_scale, block_keys[block].float()])
+        values = torch.cat([value_cache[prefix].float() * value_scale, block_values[block].float()])
         keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", query[block].float(), keys) * scale
         if logit_cap > 0:
@@ -162,29 +164,72 @@ def verify_attention(
         out[block] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
 
 
-def context_kv(
+def context_hidden(
     features: Tensor,  # [n, K * H]
-    positions: Tensor,  # [n] int64
     *,
     fc_weight: Tensor,  # [H, K * H]
     norm_weight: Tensor,  # [H]
-    kv_weights: Sequence[Tensor],  # per layer [2 * kv_heads * d, H], keys then values
-    k_norm_weights: Sequence[Tensor],  # per layer [d]
+    eps: float,
+) -> Tensor:
+    """Return the projected, normed features [n, H] that every layer makes its draft KV from."""
+    return rms_norm(features.to(fc_weight.dtype) @ fc_weight.T, norm_weight, eps)
+
+
+def write_context(
+    projected: Tensor,  # [n, 2 * kv_heads * d], keys then values of one layer
+    positions: Tensor,  # [n] int64
+    slots: Tensor,  # [n] int64; the scratch slot where a row is not kept
+    key_cache: Tensor,  # [slots, kv_heads, d], written
+    value_cache: Tensor,  # [slots, kv_heads, d], written
+    *,
+    k_norm_weight: Tensor,  # [d]
     cos_sin: Tensor,  # [max positions, d], cosines then sines
     eps: float,
-) -> list[tuple[Tensor, Tensor]]:
-    """Return each layer's draft keys and values of target tokens, [n, kv_heads, d] each.
-
-    One projection and norm shared by all layers, then each layer's K and V, k-norm and RoPE.
-    """
-    hidden = rms_norm(features.to(fc_weight.dtype) @ fc_weight.T, norm_weight, eps)
+) -> None:
+    """Norm and rotate the keys, and write keys and values at their slots."""
+    keys, values = projected.unflatten(-1, (2, *key_cache.shape[1:])).unbind(dim=1)
     cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
-    pairs = []
-    for kv_weight, k_norm_weight in zip(kv_weights, k_norm_weights, strict=True):
-        projected = (hidden @ kv_weight.T).unflatten(-1, (2, -1, k_norm_weight.shape[0]))
-        keys, values = projected.unbind(dim=1)
-        pairs.append((rotate(rms_norm(keys, k_norm_weight, eps), cos, sin), values))
-    return pairs
+    keys = rotate(rms_norm(keys, k_norm_weight, eps), cos, sin)
+    key_cache[slots] = keys.to(key_cache.dtype)
+    value_cache[slots] = values.to(value_cache.dtype)
+
+
+def argmax_rows(
+    logits: Tensor,  # [n, V]
+    logit_cap: float = 0.0,
+) -> Tensor:
+    """Return the column of each row's highest value in fp32, capped first; [n] int64.
+
+    Of equal values the first wins.
+    """
+    logits = logits.float()
+    if logit_cap > 0:
+        logits = logit_cap * torch.tanh(logits / logit_cap)
+    return torch.argmax(logits, dim=-1)
+
+
+def index_prefixes(
+    slot_table: Tensor,  # [rows, width] int
+    rows: Tensor,  # [n] int
+    lens: Tensor,  # [n] int, keys per prefix
+    kv_indptr: Tensor,  # [n + 1] int, written
+    kv_indices: Tensor,  # [at least all keys] int, written
+    *,
+    window: int = -1,  # keep the last so many slots of each prefix, -1 for all
+    starts: Tensor | None = None,  # [n] int, written: position of the first kept slot
+    slot_map: Tensor | None = None,  # [slots] int, applied to every slot
+) -> None:
+    """Lay the slots of all prefixes end to end, as the verify kernel reads them."""
+    found = [torch.zeros(0, dtype=torch.int64, device=lens.device)]
+    for i, (row, length) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True)):
+        first = max(0, length - window) if window >= 0 else 0
+        slots = slot_table[row, first:length].long()
+        found.append(slots if slot_map is None else slot_map[slots].long())
+        if starts is not None:
+            starts[i] = first
+    ends = torch.tensor([len(x) for x in found]).cumsum(0)
+    kv_indptr[: len(found)] = ends.to(kv_indptr)
+    kv_indices[: ends[-1]] = torch.cat(found).to(kv_indices)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

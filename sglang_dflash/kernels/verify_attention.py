@@ -1,7 +1,8 @@
 """Attention of the verify pass: every block row over its request's prefix and its own block.
 
 What is fused. One program reads a run of prefix keys and values once for all query heads of a KV
-head and all rows of the block (`group * B` packed rows, in tiles of `block_m`), applies scale,
+head and all rows of the block (`group * B` packed rows, in tiles of `block_m`, the value dim in
+`dv_parts`), applies scale,
 logit cap, sliding window and softmax on the fly and, in a request's last run, attends causally over
 the block's own keys. A second kernel merges the runs of requests that were cut into several.
 
@@ -13,10 +14,11 @@ have n + goal - 1 runs at most; those of several runs, which alone need scratch,
 
 Layout contract. n requests of B adjacent rows; the query heads of a KV head are adjacent. query
 [n * B, heads, d] and out [n * B, heads, dv], caches [slots, kv_heads, d] and [slots, kv_heads, dv]:
-dense but for the stride of rows or slots. Block keys [n * B, kv_heads, d] and values
-[n * B, kv_heads, dv]: contiguous. kv_indptr [n + 1] int32 and kv_indices hold the slots of each
-prefix, block excluded; a prefix may be empty. Under a sliding window, keys that no row can see may
-be missing from the front: positions are counted back from the end of the prefix.
+dense but for the stride of rows or slots, as are block keys [n * B, kv_heads, d] and values
+[n * B, kv_heads, dv]. With `slots` the block's KV is also written to the caches, by the program
+that has just read it. kv_indptr [n + 1] int32 and kv_indices hold the slots of each prefix, block
+excluded; a prefix may be empty. Under a sliding window, keys that no row can see may be missing
+from the front: positions are counted back from the end of the prefix.
 """
 
 # mypy: allow-untyped-defs
@@ -43,15 +45,22 @@ class Tile:
     num_stages: int
     ctas_per_sm: int
     min_run: int  # keys; a shorter run costs more in its partial result than it saves
+    # programs that share the value dim: with 512 columns the accumulator of 128 rows, all the
+    # queries of a KV head, is too large for one, and half of them would read every key twice
+    dv_parts: int = 1
 
 
-# by head dim, rounded up to a power of two; to be measured: benchmarks/kernels.py --sweep prints it
+# fmt: off
+# by head dim, rounded up to a power of two; measured by benchmarks/kernels.py --sweep
 TILES = {
     64: Tile(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=2, min_run=128),
     128: Tile(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=2, min_run=128),
-    256: Tile(block_m=64, block_n=32, num_warps=4, num_stages=3, ctas_per_sm=2, min_run=64),
-    512: Tile(block_m=64, block_n=32, num_warps=8, num_stages=3, ctas_per_sm=1, min_run=64),
+    256: Tile(block_m=64, block_n=32, num_warps=4, num_stages=2, ctas_per_sm=2, min_run=64),
+    512: Tile(
+        block_m=128, block_n=32, num_warps=8, num_stages=2, ctas_per_sm=1, min_run=32, dv_parts=2
+    ),
 }
+# fmt: on
 # for exactness, not speed: fp32 multiplies without tensor cores, and large tiles spill registers
 TILE_FP32 = Tile(block_m=16, block_n=32, num_warps=4, num_stages=1, ctas_per_sm=2, min_run=64)
 # programs of the merge at large batches: 16 per multiprocessor of an H200
@@ -122,17 +131,21 @@ def _attend_runs(
     partial_out,  # [scratch rows, kv_heads, group * B, dv] fp32
     partial_lse,  # [scratch rows, kv_heads, group * B] fp32, base 2
     plan,  # [n, 2] int32, first scratch row and runs of each request
+    slots_out,  # [n * B] int64
     scale, key_scale, value_scale, num_requests, goal, min_run,
-    query_stride, out_stride, key_stride, value_stride,
+    query_stride, out_stride, key_stride, value_stride, block_key_stride, block_value_stride,
+    WRITES: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, LOGIT_CAP: tl.constexpr,
-    TILES_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_REQUESTS: tl.constexpr,
+    TILES_M: tl.constexpr, DV_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_REQUESTS: tl.constexpr,
 ):
     # fmt: on
-    # neighbours share: first the tiles of the same keys, then the heads of the same slots
-    tile = tl.program_id(0) % TILES_M
-    head = (tl.program_id(0) // TILES_M).to(tl.int64)
+    # neighbours share: first the parts and tiles of the same keys, then the heads of the same slots
+    part = tl.program_id(0) % DV_PARTS
+    tile = tl.program_id(0) // DV_PARTS % TILES_M
+    head = (tl.program_id(0) // (DV_PARTS * TILES_M)).to(tl.int64)
     request, index, count, scratch, size = _find_run(
         kv_indptr, tl.program_id(1), num_requests, goal, min_run, WINDOW, BLOCK_N, BLOCK_REQUESTS
     )
@@ -152,7 +165,7 @@ def _attend_runs(
     packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row = packed // GROUP
     d = tl.arange(0, BLOCK_D)[None, :]
-    dv = tl.arange(0, BLOCK_DV)[None, :]
+    dv = part * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :]
     packed_live = (packed < GROUP * ROWS)[:, None]
     first_row = request.to(tl.int64) * ROWS
     query_head = head * GROUP + packed % GROUP
@@ -166,29 +179,34 @@ def _attend_runs(
     values_at = value_cache + head * DV + dv
     slots_at = kv_indices + (prefix_end - prefix).to(tl.int64)
     oldest = prefix + row - WINDOW
-    # scores are one step ahead of values: with both products of a tile in one step, the compiler
-    # gives every warp whole rows, and at 64 rows half of 8 warps would repeat the other half
-    scores = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
-    slots = tl.zeros([BLOCK_N, 1], tl.int64)
-    for start in range(begin - BLOCK_N, end, BLOCK_N):
+    # slots are one step ahead of keys and values, whose loads then need not wait for them
+    n = begin + tl.arange(0, BLOCK_N)
+    slots = tl.load(slots_at + n, mask=n < end, other=0).to(tl.int64)
+    for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        live = ((n >= begin) & (n < end))[:, None]
-        v = tl.load(values_at + slots * value_stride, mask=live & (dv < DV), other=0.0)
-        n += BLOCK_N
         live = (n < end)[:, None]
-        slots = tl.load(slots_at + n, mask=n < end, other=0).to(tl.int64)[:, None]
-        k = tl.load(keys_at + slots * key_stride, mask=live & (d < D), other=0.0)
-        ahead = _score(q, k, n, end, oldest, scale * key_scale, WINDOW, LOGIT_CAP)
+        k = tl.load(keys_at + slots[:, None] * key_stride, mask=live & (d < D), other=0.0)
+        v = tl.load(values_at + slots[:, None] * value_stride, mask=live & (dv < DV), other=0.0)
+        slots = tl.load(slots_at + n + BLOCK_N, mask=n + BLOCK_N < end, other=0).to(tl.int64)
+        scores = _score(q, k, n, end, oldest, scale * key_scale, WINDOW, LOGIT_CAP)
         acc, peak, total = _fold(acc, peak, total, scores, v.to(q.dtype))
-        scores = ahead
     acc *= value_scale
 
     if index == count - 1:
         column = tl.arange(0, BLOCK_ROWS)
-        block_at = ((first_row + column) * KV_HEADS + head)[:, None]
+        token = (first_row + column)[:, None]
         live = (column < ROWS)[:, None]
-        k = tl.load(block_keys + block_at * D + d, mask=live & (d < D), other=0.0)
-        v = tl.load(block_values + block_at * DV + dv, mask=live & (dv < DV), other=0.0)
+        keys_from = block_keys + token * block_key_stride + head * D + d
+        values_from = block_values + token * block_value_stride + head * DV + dv
+        k = tl.load(keys_from, mask=live & (d < D), other=0.0)
+        v = tl.load(values_from, mask=live & (dv < DV), other=0.0)
+        # two conditions: the inner code must not be compiled without slots
+        if WRITES:  # noqa: SIM102
+            # no program of this launch reads a block's slots
+            if tile == 0:
+                slot = tl.load(slots_out + first_row + column, mask=column < ROWS, other=0)[:, None]
+                tl.store(keys_at + slot * key_stride, k, mask=live & (d < D))
+                tl.store(values_at + slot * value_stride, v, mask=live & (dv < DV))
         own = _score(q, k, column, row[:, None] + 1, row - WINDOW, scale, WINDOW, LOGIT_CAP)
         acc, peak, total = _fold(acc, peak, total, own, v)
 
@@ -282,7 +300,7 @@ class VerifyAttention:
         # runs to aim for in a batch; each is a program per KV head and tile of rows
         self.goals = {}
         for s, tile in self.tiles.items():
-            programs = s.num_kv_heads * _tiles_m(s, tile, block_size)
+            programs = s.num_kv_heads * _tiles_m(s, tile, block_size) * _dv_parts(s, tile)
             self.goals[s] = max(1, tile.ctas_per_sm * num_sms // programs)
         rows = {s: 2 * goal * s.num_q_heads * block_size for s, goal in self.goals.items()}
         size = max(rows[s] * s.v_head_dim for s in shapes)
@@ -290,55 +308,19 @@ class VerifyAttention:
         self.partial_lse = torch.empty(max(rows.values()), dtype=torch.float32, device=device)
         self.plan = torch.empty(max_requests, 2, dtype=torch.int32, device=device)
 
-    # fmt: off
-    def __call__(
-        self,
-        q: Tensor, k: Tensor, v: Tensor, o: Tensor, k_buffer: Tensor, v_buffer: Tensor,
-        qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor,
-        custom_mask: Tensor | None, is_causal: bool, mask_indptr: Tensor | None,
-        max_len_extend: int, k_scale: float, v_scale: float, sm_scale: float,
-        *,
-        logit_cap: float = 0.0, sliding_window_size: int = -1, sinks: Tensor | None = None,
-        window_kv_offsets: Tensor | None = None, xai_temperature_len: int = -1,
-        max_bs: int | None = None,
-    ) -> bool:
-        # fmt: on
-        """Answer SGLang's split-KV verify call: write `o` and return True, or return False.
-
-        `window_kv_offsets` is not needed: a prefix ends where its block begins, and a window is
-        about distances. `max_bs` is not either: scratch does not grow with the batch.
-        """
-        plain = custom_mask is None and is_causal and sinks is None and xai_temperature_len <= 0
-        tensors = (q, k, v, o, k_buffer, v_buffer)
-        n = qo_indptr.shape[0] - 1
-        if not plain or q.shape[0] != n * max_len_extend or not self._fits(n, *tensors):
-            return False
-        self.run(
-            *tensors,
-            kv_indptr[: n + 1],
-            kv_indices,
-            scale=float(sm_scale),
-            key_scale=k_scale,
-            value_scale=v_scale,
-            window_left=sliding_window_size,
-            logit_cap=logit_cap,
+    def fits(self, query: Tensor, keys: Tensor, values: Tensor, *caches: Tensor) -> bool:
+        """Say whether a layer's tensors, each [n, heads, dim], are what this was built for."""
+        dense = all(
+            x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == x.shape[2]
+            for x in (query, keys, values, *caches)
         )
-        return True
-
-    def _fits(self, n: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *caches: Tensor) -> bool:
-        """Say whether the tensors are what this instance was built for."""
-        if any(x.dim() != 3 or x.stride(2) != 1 for x in (q, k, v, o, *caches)):
-            return False
-        dense = all(x.stride(1) == x.shape[2] for x in (q, o, *caches))
-        paired = [x.shape[1:] for x in caches] == [k.shape[1:], v.shape[1:]]
         return (
-            LayerShape(q.shape[1], k.shape[1], q.shape[2], v.shape[2]) in self.tiles
-            and n <= self.max_requests
-            and q.shape[0] <= n * self.block_size
-            and q.dtype == k.dtype == v.dtype == self.dtype
-            and k.is_contiguous()
-            and v.is_contiguous()
-            and (dense and paired)
+            dense
+            and LayerShape(query.shape[1], keys.shape[1], query.shape[2], values.shape[2])
+            in self.tiles
+            and query.shape[0] <= self.max_requests * self.block_size
+            and query.dtype == keys.dtype == values.dtype == self.dtype
+            and [x.shape[1:] for x in caches] == [keys.shape[1:], values.shape[1:]]
         )
 
     def run(
@@ -357,47 +339,55 @@ class VerifyAttention:
         value_scale: float = 1.0,
         window_left: int = -1,
         logit_cap: float = 0.0,
+        slots: Tensor | None = None,  # [n * B] int64, where the block's KV is written as well
     ) -> None:
         """Attend, as `reference.verify_attention` does."""
         n = kv_indptr.shape[0] - 1
         rows = query.shape[0] // n
         shape = LayerShape(query.shape[1], block_keys.shape[1], query.shape[2], out.shape[2])
         tile, goal = self.tiles[shape], self.goals[shape]
-        tiles_m = _tiles_m(shape, tile, rows)
-        scratch = (self.partial_out, self.partial_lse, self.plan)
+        tiles_m, parts = _tiles_m(shape, tile, rows), _dv_parts(shape, tile)
         layout = {
             "KV_HEADS": shape.num_kv_heads,
             "GROUP": shape.num_q_heads // shape.num_kv_heads,
             "ROWS": rows,
             "DV": shape.v_head_dim,
-            "BLOCK_DV": _padded(shape.v_head_dim),
         }
-        _attend_runs[(shape.num_kv_heads * tiles_m, n + goal - 1)](
+        _attend_runs[(shape.num_kv_heads * tiles_m * parts, n + goal - 1)](
             *(query, block_keys, block_values, out, key_cache, value_cache, kv_indptr, kv_indices),
-            *scratch,
-            *(scale, key_scale, value_scale, n, goal, tile.min_run),
-            *(x.stride(0) for x in (query, out, key_cache, value_cache)),
+            *(self.partial_out, self.partial_lse, self.plan),
+            *(slots, scale, key_scale, value_scale, n, goal, tile.min_run),
+            *(x.stride(0) for x in (query, out, key_cache, value_cache, block_keys, block_values)),
             **layout,
+            WRITES=slots is not None,
             D=shape.head_dim,
             WINDOW=window_left,
             LOGIT_CAP=logit_cap,
             TILES_M=tiles_m,
+            DV_PARTS=parts,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_ROWS=_padded(rows),
             BLOCK_D=_padded(shape.head_dim),
+            BLOCK_DV=_padded(shape.v_head_dim) // parts,
             BLOCK_REQUESTS=_padded(n),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
         # a goal of one run cuts no request
         if goal > 1:
-            heads_rows = shape.num_q_heads * rows
-            # a program each where there are few rows; fewer where most requests are whole anyway
-            per_program = max(1, n * heads_rows // MERGE_PROGRAMS)
-            _merge_runs[(triton.cdiv(heads_rows, per_program), n)](
-                *scratch, out, out.stride(0), per_program, **layout, BLOCK_RUNS=16
-            )
+            self._merge(out, shape, n, layout)
+
+    def _merge(self, out: Tensor, shape: LayerShape, n: int, layout: dict[str, int]) -> None:
+        heads_rows = shape.num_q_heads * layout["ROWS"]
+        # a program each where there are few rows; fewer where most requests are whole anyway
+        per_program = max(1, n * heads_rows // MERGE_PROGRAMS)
+        _merge_runs[(triton.cdiv(heads_rows, per_program), n)](
+            *(self.partial_out, self.partial_lse, self.plan, out, out.stride(0), per_program),
+            **layout,
+            BLOCK_DV=_padded(shape.v_head_dim),
+            BLOCK_RUNS=16,
+        )
 
 
 def _padded(extent: int) -> int:
@@ -407,6 +397,10 @@ def _padded(extent: int) -> int:
 
 def _tiles_m(shape: LayerShape, tile: Tile, rows: int) -> int:
     return triton.cdiv(shape.num_q_heads // shape.num_kv_heads * rows, tile.block_m)
+
+
+def _dv_parts(shape: LayerShape, tile: Tile) -> int:
+    return min(tile.dv_parts, _padded(shape.v_head_dim) // 16)
 
 
 def _choose_tile(shape: LayerShape, tiles: Mapping[int, Tile]) -> Tile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from sglang_dflash.reference.generate import capture_features
 from sglang_dflash.reference.model import Drafter
-from sglang_dflash.train.batches import Batch, Example
+from sglang_dflash.train.batches import Batch
 from sglang_dflash.train.loss import make_labels, sample_anchors, weighted_cross_entropy
 
 
@@ -127,35 +127,3 @@ class DrafterLoss:
         ids[:, :, 0] = batch.token_ids.gather(1, positions)
         with torch.no_grad():
             return self.target.get_input_embeddings()(ids)
-
-
-@torch.no_grad()
-def answer_prompts(
-    target: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    eos_id: int,
-    pad_id: int,
-    temperature: float = 0.0,
-) -> list[Example]:
-    """Let the target answer all prompts in one batch; temperature 0 is greedy."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[pad_id] * (longest - len(p)) + [*p] for p in prompts])
-    exists = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
-    out = target.generate(
-        ids.to(target.device),
-        attention_mask=exists.to(target.device),
-        max_new_tokens=max_new_tokens,
-        eos_token_id=eos_id,
-        pad_token_id=pad_id,
-        **({"do_sample": False} | sampling),
-    )
-    found = []
-    for prompt, answer in zip(prompts, out[:, longest:].tolist(), strict=True):
-        if eos_id in answer:
-            answer = answer[: answer.index(eos_id) + 1]
-        mask = (False,) * len(prompt) + (True,) * len(answer)
-        found.append(Example((*prompt, *answer), mask))
-    return found

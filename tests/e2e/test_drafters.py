@@ -83,6 +83,9 @@ def test_blocks_and_draft_kv_equal_the_oracle(
         assert max(oracle.commit_lens) > 2
         lines = (script_folder / "blocks.jsonl").read_text().splitlines()
         blocks = [block for line in lines if (block := json.loads(line))["rid"] == rid]
+        # with overlap scheduling a step more has begun when the last token is known
+        assert len(blocks) <= len(oracle.blocks) + 1
+        blocks = blocks[: len(oracle.blocks)]
         assert [(b["start"], tuple(b["drafts"])) for b in blocks] == [
             (b.start, b.token_ids[1:]) for b in oracle.blocks
         ]

@@ -94,6 +94,9 @@ def test_drafter_reads_the_family_as_the_oracle_does(family: Family) -> None:
         assert served["output_ids"] == oracle.token_ids
         lines = (family.folder / "blocks.jsonl").read_text().splitlines()
         blocks = [b for line in lines if (b := json.loads(line))["rid"] == f"record-{i}"]
+        # with overlap scheduling a step more has begun when the last token is known
+        assert len(blocks) <= len(oracle.blocks) + 1
+        blocks = blocks[: len(oracle.blocks)]
         assert [(b["start"], tuple(b["drafts"])) for b in blocks] == [
             (b.start, b.token_ids[1:]) for b in oracle.blocks
         ]

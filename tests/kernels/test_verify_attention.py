@@ -1,53 +1,16 @@
-"""The verify kernel against its twin: compiled where there is a GPU, interpreted everywhere.
-
-Triton reads TRITON_INTERPRET when it is first imported, so interpreting needs a process of its own:
-`test_every_case_holds_in_the_interpreter` runs this file again with the variable set.
-"""
+"""The verify kernel against its twin."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
+from interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
 from sglang_dflash.kernels import reference
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-
-
-def runs_kernel(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that launches: without the interpreter it needs a GPU."""
-    return test if INTERPRETED else pytest.mark.gpu(test)
-
-
-if INTERPRETED:
-    import numpy as np
-    from triton.runtime import interpreter
-
-    plain_dot = interpreter.InterpreterBuilder.create_dot
-
-    def dot(self, a, b, *rest):  # type: ignore[no-untyped-def]
-        """Widen bf16, which the interpreter keeps as bits and would multiply as integers."""
-        wide = [
-            interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-            if x.dtype.scalar == tl.bfloat16
-            else x
-            for x in (a, b)
-        ]
-        return plain_dot(self, *wide, *rest)
-
-    interpreter.InterpreterBuilder.create_dot = dot
-
 if INTERPRETED or torch.cuda.is_available():
-    import triton.language as tl
-
     from sglang_dflash.kernels.verify_attention import LayerShape, Tile, VerifyAttention
 
 # few enough that a handful of keys is cut into several runs
@@ -116,7 +79,7 @@ def make_problem(case: Case, seed: int = 0) -> Problem:
     """Draw inputs; every slot that no request owns holds NaN, and so does the output."""
     draw = torch.Generator().manual_seed(seed)
     total, tokens = sum(case.lens), len(case.lens) * case.rows
-    num_slots = 2 * total + 8
+    num_slots = 2 * total + 8 + tokens
     owned = torch.randperm(num_slots, generator=draw)[:total]
     cache_dtype = case.cache_dtype or case.dtype
 
@@ -150,7 +113,7 @@ def build(case: Case, max_requests: int = 32, num_sms: int = NUM_SMS) -> VerifyA
     tiles = None
     if INTERPRETED:
         tile = Tile(block_m=16, block_n=16, num_warps=4, num_stages=1, ctas_per_sm=1, min_run=16)
-        tiles = dict.fromkeys((64, 128, 256, 512), tile)
+        tiles = dict.fromkeys((64, 128, 256), tile) | {512: replace(tile, dv_parts=2)}
     attention = VerifyAttention(
         max_requests,
         case.rows,
@@ -220,10 +183,10 @@ def test_prefix_may_start_at_the_window_or_before_it() -> None:
 
 @runs_kernel
 def test_rows_of_a_wider_tensor_are_read_and_written_in_place() -> None:
-    """Query rows come as a slice of the fused projection, so their stride is not their width."""
+    """Rows come as slices of the fused projection, so their stride is not their width."""
     case = Case()
     problem = make_problem(case)
-    for name in ("query", "out"):
+    for name in ("query", "block_keys", "block_values", "out"):
         x = problem.tensors[name]
         wide = torch.full((x.shape[0], 3, *x.shape[1:]), 7.0, dtype=x.dtype, device=DEVICE)
         wide[:, 1] = x
@@ -232,78 +195,44 @@ def test_rows_of_a_wider_tensor_are_read_and_written_in_place() -> None:
     assert (wide[:, 0] == 7).all() and (wide[:, 2] == 7).all()
 
 
-def call_as_sglang(
-    attention: VerifyAttention, case: Case, problem: Problem, **changes: object
-) -> bool:
-    """Call with the arguments of SGLang's TritonAttnBackend."""
-    t = problem.tensors
-    n = len(case.lens)
-    positional = {
-        "q": t["query"],
-        "k": t["block_keys"],
-        "v": t["block_values"],
-        "o": t["out"],
-        "k_buffer": t["key_cache"],
-        "v_buffer": t["value_cache"],
-        "qo_indptr": torch.arange(n + 1, device=DEVICE, dtype=torch.int32) * case.rows,
-        "kv_indptr": t["kv_indptr"],
-        "kv_indices": t["kv_indices"],
-        "custom_mask": None,
-        "is_causal": True,
-        "mask_indptr": None,
-        "max_len_extend": case.rows,
-        "k_scale": 1.0,
-        "v_scale": 1.0,
-        "sm_scale": problem.options["scale"],
-    }
-    keywords = {
-        "logit_cap": case.cap,
-        "sliding_window_size": case.window,
-        "sinks": None,
-        "window_kv_offsets": torch.zeros(n, dtype=torch.int32, device=DEVICE),
-        "xai_temperature_len": -1,
-        "max_bs": 4096,
-    }
-    for name, value in changes.items():
-        (positional if name in positional else keywords)[name] = value
-    return attention(*positional.values(), **keywords)
-
-
 @runs_kernel
-def test_sglangs_call_is_served() -> None:
-    case = Case(window=20, cap=3.0)
+@pytest.mark.parametrize("case", [Case(), Case(d=80, dv=48, heads=8), Case(rows=20, window=9)])
+def test_the_blocks_kv_is_written_to_the_cache_on_the_way(case: Case) -> None:
+    """It spares a launch per layer; the next step reads what is written here."""
+    case = replace(case, dtype=torch.bfloat16)
     problem = make_problem(case)
-    expected = torch.empty_like(problem.tensors["out"])
-    reference.verify_attention(**problem.tensors | {"out": expected}, **problem.options)
-    assert call_as_sglang(build(case), case, problem) is True
-    assert_rows_close(problem.tensors["out"], expected)
+    tensors = problem.tensors
+    taken = set(tensors["kv_indices"].tolist())
+    free = [slot for slot in range(tensors["key_cache"].shape[0]) if slot not in taken]
+    rows = tensors["query"].shape[0]
+    slots = torch.tensor(free)[torch.randperm(len(free))[:rows]].to(DEVICE)
+    caches = ("key_cache", "value_cache")
+    before = {name: tensors[name].clone() for name in caches}
+    build(case).run(**tensors, **problem.options, slots=slots)
+    expected = torch.full_like(tensors["out"], float("nan"), dtype=torch.float32)
+    reference.verify_attention(
+        **tensors | before | {"out": expected}, **problem.options, slots=slots
+    )
+    assert_rows_close(tensors["out"], expected)
+    for name in caches:
+        torch.testing.assert_close(tensors[name], before[name], atol=0, rtol=0, equal_nan=True)
 
 
 @runs_kernel
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        pytest.param("custom_mask", torch.ones(1), id="tree mask"),
-        pytest.param("is_causal", False, id="not causal"),
-        pytest.param("sinks", torch.ones(4), id="sinks"),
-        pytest.param("xai_temperature_len", 1024, id="xai temperature"),
-        pytest.param("max_len_extend", 3, id="ragged blocks"),
-    ],
-)
-def test_what_it_cannot_compute_is_declined_untouched(name: str, value: object) -> None:
+def test_a_shape_or_dtype_it_was_not_built_for_does_not_fit() -> None:
     """True with the wrong numbers would corrupt a conversation without a trace."""
-    case = Case()
-    problem = make_problem(case)
-    assert call_as_sglang(build(case), case, problem, **{name: value}) is False
-    assert problem.tensors["out"].isnan().all()
 
+    def fits(case: Case, **changes: torch.Tensor) -> bool:
+        t = make_problem(case).tensors | changes
+        names = ("query", "block_keys", "block_values", "key_cache", "value_cache")
+        return attention.fits(*(t[name] for name in names))
 
-@runs_kernel
-def test_a_shape_or_dtype_it_was_not_built_for_is_declined() -> None:
     case = Case()
     attention = build(case)
+    assert fits(case)
     for other in (replace(case, heads=8), replace(case, d=128), replace(case, dtype=torch.float16)):
-        assert call_as_sglang(attention, other, make_problem(other)) is False
+        assert not fits(other)
+    assert not fits(case, block_keys=make_problem(case).tensors["block_keys"].mT)
 
 
 @runs_kernel
@@ -338,15 +267,8 @@ def test_scratch_does_not_grow_with_the_number_of_requests() -> None:
 
 if not INTERPRETED:
 
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernel itself")
     def test_every_case_holds_in_the_interpreter() -> None:
-        """CI has no GPU; this is its only look at the kernel."""
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-        root = Path(__file__).parents[2]
-        run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
-        assert run.returncode == 0, run.stdout[-8000:]
-        assert " passed" in run.stdout and "skipped" not in run.stdout, run.stdout[-2000:]
+        hold_in_the_interpreter(__file__)
 
     SERVED = {
         "gemma-4-31b, window": Case(heads=32, kv_heads=16, d=256, dv=256, window=1023),

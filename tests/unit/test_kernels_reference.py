@@ -137,7 +137,7 @@ def test_paged_attention_equals_one_query_at_a_time(causal: bool, window: int, c
         torch.testing.assert_close(out[i], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_context_kv_equals_the_oracle() -> None:
+def test_context_equals_the_oracle() -> None:
     """The same keys and values as the independent drafter, from the same weights."""
     torch.manual_seed(0)
     config = DrafterConfig(
@@ -161,24 +161,55 @@ def test_context_kv_equals_the_oracle() -> None:
     drafter.load_state_dict(state)
     features, positions = torch.randn(5, 3 * 16), torch.tensor([0, 1, 2, 7, 40])
     angles = torch.arange(64)[:, None] * 1000.0 ** (-torch.arange(4) / 4)
-    pairs = reference.context_kv(
+    slots = torch.tensor([3, 9, 4, 7, 1])
+    hidden = reference.context_hidden(
         features,
-        positions,
         fc_weight=state["fc.weight"],
         norm_weight=state["hidden_norm.weight"],
-        kv_weights=[
-            torch.cat([state[f"layers.{i}.self_attn.{kv}_proj.weight"] for kv in "kv"])
-            for i in range(2)
-        ],
-        k_norm_weights=[state[f"layers.{i}.self_attn.k_norm.weight"] for i in range(2)],
-        cos_sin=torch.cat([angles.cos(), angles.sin()], dim=-1),
         eps=config.rms_norm_eps,
     )
     expected = drafter.context_kv(drafter.project(features[None]), positions[None])
-    for layer, (keys, values) in enumerate(pairs):
+    for i in range(2):
+        kv_weight = torch.cat([state[f"layers.{i}.self_attn.{kv}_proj.weight"] for kv in "kv"])
+        keys, values = torch.zeros(2, 12, 2, 8)
+        reference.write_context(
+            hidden @ kv_weight.T,
+            positions,
+            slots,
+            keys,
+            values,
+            k_norm_weight=state[f"layers.{i}.self_attn.k_norm.weight"],
+            cos_sin=torch.cat([angles.cos(), angles.sin()], dim=-1),
+            eps=config.rms_norm_eps,
+        )
         # fp32, sums of 48 and 16 terms
-        torch.testing.assert_close(keys, expected.keys[layer][0], atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(values, expected.values[layer][0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(keys[slots], expected.keys[i][0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(values[slots], expected.values[i][0], atol=1e-5, rtol=1e-4)
+        others = [slot for slot in range(12) if slot not in slots.tolist()]
+        assert not keys[others].any() and not values[others].any()
+
+
+def test_the_first_of_equal_logits_wins_after_the_cap() -> None:
+    """Plain decoding caps before it compares: what the cap makes equal is equal."""
+    logits = torch.tensor([[1.0, 3.0, 3.0], [1e4, 2e4, 0.0], [-5.0, -7.0, -5.0]])
+    assert reference.argmax_rows(logits).tolist() == [1, 1, 0]
+    assert reference.argmax_rows(logits, 30.0).tolist() == [1, 0, 0]
+
+
+def test_prefixes_are_laid_end_to_end() -> None:
+    table = torch.arange(40).view(4, 10)
+    bounds, slots = torch.full((4,), -1), torch.full((12,), -1)
+    rows, lens = torch.tensor([2, 0, 3]), torch.tensor([3, 0, 4])
+    reference.index_prefixes(table, rows, lens, bounds, slots)
+    assert bounds.tolist() == [0, 3, 3, 7]
+    assert slots.tolist() == [20, 21, 22, 30, 31, 32, 33, *[-1] * 5]
+    starts = torch.zeros(3, dtype=torch.int32)
+    reference.index_prefixes(
+        table, rows, lens, bounds, slots, window=2, starts=starts, slot_map=torch.arange(40) + 100
+    )
+    assert bounds.tolist() == [0, 2, 2, 4]
+    assert slots[:4].tolist() == [121, 122, 132, 133]
+    assert starts.tolist() == [1, 0, 2]
 
 
 def test_unknown_device_is_refused_by_name() -> None:

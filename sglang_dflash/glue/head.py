@@ -1,0 +1,93 @@
+"""The target's head: for the drafter's tokens, and for the rows of a verify pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.glue import compat
+from sglang_dflash.kernels import Ops
+
+
+class DraftHead:
+    """The target's head as a drafter uses it: the likeliest token, no logits kept.
+
+    With tensor parallelism each rank owns a contiguous, ascending part of the vocabulary, so the
+    first rank with the highest value holds the token that one big argmax would give.
+    """
+
+    def __init__(self, target_model: Any, vocab_size: int, ops: Ops) -> None:
+        head = target_model.lm_head
+        shard = getattr(head, "shard_indices", None)
+        self._head = head
+        self._ops = ops
+        self._start = shard.org_vocab_start_index if shard is not None else 0
+        self._size = shard.num_org_elements if shard is not None else vocab_size
+        self._group = compat.get_tp_group() if shard is not None else None
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """Return the likeliest token of each hidden state [n, H], as [n] int64."""
+        weight = self._head.weight[: self._size]
+        logits = torch.matmul(hidden.to(weight.dtype), weight.T)
+        tokens = self._ops.argmax_rows(logits)
+        if self._group is None or self._group.world_size == 1:
+            return tokens
+        values = logits.gather(1, tokens[:, None]).T
+        values = self._group.all_gather(values.contiguous(), dim=0)
+        tokens = self._group.all_gather((tokens + self._start)[None], dim=0)
+        return tokens.gather(0, values.argmax(dim=0, keepdim=True)).squeeze(0)
+
+
+class VerifyHead:
+    """The logits of a verify pass, left in the type the head wrote until someone needs more.
+
+    Plain decoding turns them to fp32 and caps them before it looks for the highest. For greedy
+    rows both happen on the fly, without half a gigabyte of fp32 at 32 requests; for sampled rows
+    they happen here, by the same operations.
+    """
+
+    def __init__(self, target_model: Any, ops: Ops, *, device_type: str) -> None:
+        self._ops = ops
+        self._cap = 0.0
+        processors = [m for m in target_model.modules() if isinstance(m, compat.LogitsProcessor)]
+        # SGLang's own path where there is nothing to gain, or more to do than a cap
+        if device_type == "cpu" or len(processors) != 1:
+            return
+        processor = processors[0]
+        if processor.logit_scale is not None or processor.do_tensor_parallel_all_gather_dp_attn:
+            return
+        self._cap = float(processor.final_logit_softcapping or 0.0)
+        processor._get_logits = _raw_when_verifying(processor, processor._get_logits)
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        """Return the token that plain greedy decoding takes after each row, [n] int64."""
+        return self._ops.argmax_rows(logits, self._cap)
+
+    def plain(self, logits: Tensor) -> Tensor:
+        """Return the logits as plain decoding hands them to its sampler; may overwrite them."""
+        logits = logits.float()
+        if self._cap:
+            compat.fused_softcap(logits, self._cap)
+        return logits
+
+
+def _raw_when_verifying(processor: Any, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def get_logits(
+        hidden: Tensor, lm_head: Any, metadata: Any, embedding_bias: Any = None, **rest: Any
+    ) -> Tensor:
+        if not metadata.forward_mode.is_target_verify():
+            return original(hidden, lm_head, metadata, embedding_bias, **rest)
+        logits = processor._compute_lm_head(hidden, lm_head, embedding_bias)
+        if processor.do_tensor_parallel_all_gather:
+            gather = (
+                processor._gather_attn_tp_logits
+                if processor.use_attn_tp_group
+                else processor._logits_gatherer
+            )
+            logits = gather(logits)
+        return logits[:, : processor.vocab_size]
+
+    return get_logits

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# What launch/cpu.sh is to the tests without a GPU: the embedded pair, exact enough to compare
+# tokens. fp32, no tensor-core rounding, SGLang's layers in plain torch; graphs and overlap as usual.
+#   tests/gpu.sh [any server argument]; PLAIN=1 leaves speculation out.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+package=$root/sglang_dflash
+export NATIVE_OPS=${NATIVE_OPS:-1} TRITON_F32_DEFAULT=${TRITON_F32_DEFAULT:-ieee}
+export PYTHONPATH=$root/tests/plugins${PYTHONPATH:+:$PYTHONPATH}
+# later arguments win
+args=(
+  --model-path "$package/pairs/tiny/target"
+  --attention-backend triton --dtype float32 --mem-fraction-static 0.1
+  --cuda-graph-max-bs 8 --disable-piecewise-cuda-graph --skip-server-warmup
+  --max-total-tokens 16384 --max-running-requests 16
+  --host 127.0.0.1 --port 30000
+)
+if [ "${PLAIN:-0}" != 1 ]; then
+  args+=(--speculative-algorithm DFLASH --speculative-draft-model-path "$package/pairs/tiny/drafter")
+  args+=(--speculative-draft-attention-backend triton)
+fi
+exec "${PYTHON:-python3}" -m sglang.launch_server "${args[@]}" "$@"

@@ -1,0 +1,149 @@
+"""The small kernels of a step against their twins, bit for bit where nothing is summed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
+
+from sglang_dflash.kernels import TORCH, triton_ops
+
+if INTERPRETED or torch.cuda.is_available():
+    from sglang_dflash.kernels import reference
+    from sglang_dflash.kernels.prefix_index import index_prefixes
+
+    TRITON = triton_ops()
+
+
+def draw(high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, high, shape, device=DEVICE)
+
+
+def assert_same(one: object, two: object) -> None:
+    """Same values and types, exactly."""
+    torch.testing.assert_close(one, two, atol=0, rtol=0)
+
+
+@runs_kernel
+@pytest.mark.parametrize("width", [2, 7, 16, 32])
+@pytest.mark.parametrize("requests", [1, 5])
+def test_build_block(requests: int, width: int) -> None:
+    torch.manual_seed(width)
+    table = draw(1000, 9, 100).int()
+    anchors, rows = draw(500, requests), draw(9, requests)
+    lens = draw(100 - width, requests)
+    found = []
+    for ops in (TORCH, TRITON):
+        out = {name: draw(9, requests, width) for name in ("token_ids", "positions", "slots")}
+        ops.build_block(anchors, lens, rows, table, mask_token_id=501, last_position=60, **out)
+        found.append(out)
+    assert_same(*found)
+
+
+@runs_kernel
+@pytest.mark.parametrize("width", [2, 7, 16, 32])
+def test_accept_and_commit(width: int) -> None:
+    """Two symbols only, so that every number of correct drafts occurs."""
+    torch.manual_seed(width)
+    token_ids, choices = draw(2, 300, width), draw(2, 300, width)
+    # a few blocks that are right to the end, and some wrong at once
+    token_ids[:20, 1:] = choices[:20, :-1]
+    token_ids[20:30, 1:] = choices[20:30, :-1] + 1
+    lens, slots = draw(90, 300), draw(1000, 300, width) + 1
+    walks = [ops.accept_walk(token_ids, choices) for ops in (TORCH, TRITON)]
+    assert_same(*walks)
+    num_correct, bonus = walks[0]
+    assert (num_correct[:20] == width - 1).all() and (num_correct[20:30] == 0).all()
+    commits = [ops.commit_tokens(token_ids, num_correct, bonus, lens) for ops in (TORCH, TRITON)]
+    assert_same(*commits)
+    assert_same(*(ops.committed_slots(slots, commits[0][0]) for ops in (TORCH, TRITON)))
+
+
+@runs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_context_hidden(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    features = torch.randn(5, 3 * 96, device=DEVICE, dtype=dtype)
+    weights = {
+        "fc_weight": torch.randn(96, 3 * 96, device=DEVICE, dtype=dtype) / 10,
+        "norm_weight": torch.randn(96, device=DEVICE, dtype=dtype),
+    }
+    one, two = (ops.context_hidden(features, **weights, eps=1e-6) for ops in (TORCH, TRITON))
+    # the sum of 96 squares in another order: one unit in the last place
+    torch.testing.assert_close(two, one, atol=1e-6, rtol=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@runs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kv_heads", "dim"), [(2, 64), (8, 128), (3, 40)])
+def test_write_context(kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(dim)
+    rows, total = 6, 20
+    projected = torch.randn(rows, 2 * kv_heads * dim, device=DEVICE, dtype=dtype)
+    positions = draw(50, rows)
+    # two rows that are not kept, at the scratch slot
+    slots = torch.tensor([4, 0, 19, 7, 0, 1], device=DEVICE)
+    angles = torch.arange(50)[:, None] * 1000.0 ** (-torch.arange(dim // 2) / dim)
+    constants = {
+        "k_norm_weight": torch.randn(dim, device=DEVICE, dtype=dtype),
+        "cos_sin": torch.cat([angles.cos(), angles.sin()], dim=-1).to(DEVICE),
+        "eps": 1e-6,
+    }
+    caches = []
+    for ops in (TORCH, TRITON):
+        pair = torch.full((2, total, kv_heads, dim), 7.0, device=DEVICE, dtype=dtype)
+        ops.write_context(projected, positions, slots, *pair, **constants)
+        caches.append(pair[:, 1:])
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(caches[1], caches[0], atol=tolerance, rtol=tolerance)
+    untouched = [slot - 1 for slot in range(1, total) if slot not in slots.tolist()]
+    assert (caches[1][:, untouched] == 7).all()
+    assert_same(caches[1][1], caches[0][1])
+
+
+@runs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 4096), (2, 9001), (40, 70000)])
+def test_argmax_rows(rows: int, width: int, dtype: torch.dtype) -> None:
+    """Few distinct values, so that most rows have several highest ones."""
+    torch.manual_seed(width)
+    logits = (draw(40, rows, width) - 20).to(dtype)
+    assert_same(TRITON.argmax_rows(logits), TORCH.argmax_rows(logits))
+    wide = torch.randn(rows, width, device=DEVICE).to(dtype) * 4
+    assert_same(TRITON.argmax_rows(wide, 30.0), TORCH.argmax_rows(wide, 30.0))
+    saturated = logits * 1e4
+    assert_same(TRITON.argmax_rows(saturated, 30.0), TORCH.argmax_rows(saturated, 30.0))
+
+
+@runs_kernel
+def test_argmax_of_a_slice_reads_its_own_rows() -> None:
+    """The head's vocabulary is padded; the padding must not win."""
+    logits = torch.randn(4, 300, device=DEVICE)
+    logits[:, 250:] = 100.0
+    assert_same(TRITON.argmax_rows(logits[:, :250]), TORCH.argmax_rows(logits[:, :250]))
+
+
+@runs_kernel
+@pytest.mark.parametrize("window", [-1, 5, 2000])
+def test_index_prefixes(window: int) -> None:
+    torch.manual_seed(0)
+    table = draw(5000, 12, 3000).int()
+    lens = torch.tensor([0, 1, 2600, 5, 6, 1024], device=DEVICE)
+    rows = torch.randperm(12, device=DEVICE)[:6]
+    slot_map = torch.randperm(5000, device=DEVICE)
+    found = []
+    for index in (reference.index_prefixes, index_prefixes):
+        bounds = torch.full((7,), -1, dtype=torch.int32, device=DEVICE)
+        slots = torch.full((4000,), -1, dtype=torch.int64, device=DEVICE)
+        starts = torch.full((6,), -1, dtype=torch.int32, device=DEVICE)
+        index(table, rows, lens, bounds, slots, window=window, starts=starts, slot_map=slot_map)
+        bare = (bounds.clone(), slots.clone())
+        index(table, rows, lens, *bare, window=window)
+        found.append((bounds, slots, starts, *bare))
+    assert_same(*found)
+
+
+if not INTERPRETED:
+
+    def test_every_kernel_holds_in_the_interpreter() -> None:
+        hold_in_the_interpreter(__file__)
