@@ -148,7 +148,9 @@ def accept_length(answers: list[dict[str, Any]]) -> float:
 def profile(num_requests: int, context: int) -> dict[str, Any]:
     """Return the split of a step's GPU time, from a trace of some steps in full swing."""
     prompts = draw_prompts(num_requests, context, "profile")
-    load = threading.Thread(target=run_batch, args=(prompts, 1600 if num_requests == 1 else 800, "greedy"))
+    # long enough that decoding goes on while the profiler starts
+    new_tokens = 1600 if num_requests == 1 else 800
+    load = threading.Thread(target=run_batch, args=(prompts, new_tokens, "greedy"))
     with tempfile.TemporaryDirectory() as folder:
         load.start()
         time.sleep(2.0 if num_requests == 1 else 4.0)
