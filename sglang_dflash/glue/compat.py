@@ -273,6 +273,40 @@ SYMBOLS: dict[str, Symbol] = {
         ("hidden_states", "lm_head", "embedding_bias"),
     ),
     "fused_softcap": Symbol("srt.layers.logits_processor", "fused_softcap"),
+    # sampling
+    "GrammarMask": Symbol(
+        "srt.constrained.base_grammar_backend", "GrammarMask", ("grammar", "vocab_mask")
+    ),
+    "apply_custom_logit_processor": Symbol(
+        "srt.layers.sampler",
+        "apply_custom_logit_processor",
+        ("logits", "sampling_batch_info"),
+    ),
+    # sampling on a CPU
+    "add_deterministic_choices": Symbol(
+        "srt.server_args", "add_deterministic_attention_backend_choices", ("choices",)
+    ),
+    "add_radix_deterministic_choices": Symbol(
+        "srt.server_args",
+        "add_radix_supported_deterministic_attention_backend_choices",
+        ("choices",),
+    ),
+    "batch_invariant_mode": Symbol(
+        "srt.model_executor.model_runner", "ModelRunner.maybe_enable_batch_invariant_mode"
+    ),
+    "murmur_hash32": Symbol(
+        "srt.layers.sampler", "murmur_hash32", ("seed", "positions", "col_indices")
+    ),
+    "allocate_token_bitmask": Symbol(
+        "srt.constrained.xgrammar_backend",
+        "_allocate_token_bitmask",
+        ("vocab_size", "batch_size"),
+    ),
+    "apply_vocab_mask": Symbol(
+        "srt.constrained.xgrammar_backend",
+        "XGrammarGrammar.apply_vocab_mask",
+        ("logits", "vocab_mask"),
+    ),
     # attention on a CPU
     "AttentionBackend": Symbol("srt.layers.attention.base_attn_backend", "AttentionBackend"),
     "register_attention_backend": Symbol(

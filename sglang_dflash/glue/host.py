@@ -11,7 +11,8 @@ from torch import Tensor
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.head import DraftHead, VerifyHead
-from sglang_dflash.glue.sampling import choose_rows
+from sglang_dflash.glue.penalties import PenaltyTable
+from sglang_dflash.glue.sampling import RowSampler
 from sglang_dflash.kernels import Ops
 from sglang_dflash.types import DraftBlock, DraftContext, TargetOutput
 
@@ -29,7 +30,11 @@ class Engine:
         draft_runner.model.share_embedding(target_model.get_input_embeddings())
         self.head = DraftHead(target_model, config.drafter.vocab_size, ops)
         device_type = torch.device(draft_runner.device).type
-        self.verify_head = VerifyHead(target_model, ops, device_type=device_type)
+        self.rows = RowSampler(
+            self.target_runner.sampler,
+            VerifyHead(target_model, ops, device_type=device_type),
+            PenaltyTable(self.target_runner.model_config.vocab_size, draft_runner.device),
+        )
         self.block_input = compat.DFlashVerifyInput(
             draft_token=None,
             positions=None,
@@ -82,10 +87,17 @@ class Engine:
 class BatchHost:
     """One decode batch, seen by the algorithm. Lives for one step."""
 
-    def __init__(self, engine: Engine, batch: Any, on_publish: Callable[[Tensor], None] | None):
+    def __init__(
+        self,
+        engine: Engine,
+        batch: Any,
+        on_publish: Callable[[Tensor], None] | None = None,
+        grammar_barrier: Callable[[], None] | None = None,
+    ) -> None:
         self._engine = engine
         self._batch = batch
         self._on_publish = on_publish
+        self._grammar_barrier = grammar_barrier
         # host-side bound of each length during this step, for backends that plan on the host
         if batch.seq_lens_cpu is None:
             self._lens_bound = batch.spec_info.reserved_lens
@@ -138,12 +150,8 @@ class BatchHost:
         )
         output = self.target_result.logits_output
         features, output.hidden_states = output.hidden_states, None
-        choices = choose_rows(
-            engine.target_runner.sampler,
-            engine.verify_head,
-            output,
-            batch.sampling_info,
-            block.positions,
+        choices = engine.rows.choose(
+            batch, output, context, block, grammar_barrier=self._grammar_barrier
         )
         return TargetOutput(choices=choices, features=features)
 

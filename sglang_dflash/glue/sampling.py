@@ -1,38 +1,85 @@
 """The target's own choice for every row of a block, by SGLang's sampler.
 
-Sampled requests draw each row with the filters, the order and, where one is given, the seed that
-plain decoding would use at that position; walking the draft along those draws keeps the
+Each row is drawn with the filters, the order and, where one is given, the seed that plain decoding
+would use at that position, after what comes before sampling there: penalties, grammar, logit bias,
+custom processors, in plain decoding's order. Walking the draft along those draws keeps the
 distribution exact (and the tokens, with a seed).
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import compat, grammar
 from sglang_dflash.glue.head import VerifyHead
+from sglang_dflash.glue.penalties import PenaltyTable, is_penalised
+from sglang_dflash.types import DraftBlock, DraftContext
 
 PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
 
 
-def choose_rows(
-    sampler: Any, head: VerifyHead, logits_output: Any, sampling_info: Any, positions: Tensor
-) -> Tensor:
-    """Return the target's token after each row, [b, B]. Sampling overwrites the logits.
+class RowSampler:
+    """How the target chooses, for blocks of requests that may each want something else."""
 
-    `positions` [b, B] are the rows' own positions, which seed the sampler's noise.
-    """
-    logits = logits_output.next_token_logits
-    if sampling_info.is_all_greedy and sampling_info.logit_bias is None:
-        return head.greedy(logits).view(positions.shape)
-    logits_output.next_token_logits = logits = head.plain(logits)
-    rows = _repeat_rows(sampling_info, positions.shape[1])
-    rows.apply_logits_bias(logits)
-    choices = sampler(logits_output, rows, False, [], [], positions.flatten())
-    return choices.view(positions.shape).long()
+    def __init__(self, sampler: Any, head: VerifyHead, penalties: PenaltyTable) -> None:
+        self._sampler = sampler
+        self._head = head
+        self.penalties = penalties
+
+    def choose(
+        self,
+        batch: Any,
+        logits_output: Any,
+        context: DraftContext,
+        block: DraftBlock,
+        *,
+        grammar_barrier: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Return the target's token after each row, [b, B]; logprobs go to `logits_output`."""
+        info = batch.sampling_info
+        logits = logits_output.next_token_logits
+        shape = block.token_ids.shape
+        if info.is_all_greedy and not _is_adjusted(batch):
+            return self._head.greedy(logits).view(shape)
+        logits_output.next_token_logits = logits = self._head.plain(logits)
+        by_row = logits.view(*shape, -1)
+        rows = _repeat_rows(info, shape[1])
+        self.penalties.apply(by_row, batch.reqs, block.token_ids, context.lens)
+        if batch.has_grammar:
+            _mask(logits, batch, block, grammar_barrier)
+        if rows.logit_bias is not None:
+            logits.add_(rows.logit_bias)
+        if info.has_custom_logit_processor:
+            _run_custom_processors(by_row, info, batch.reqs, block.token_ids.tolist())
+        choices = self._sampler(
+            logits_output,
+            rows,
+            batch.return_logprob,
+            _repeat(batch.top_logprobs_nums, shape[1]),
+            _repeat(batch.token_ids_logprobs, shape[1]),
+            block.positions.flatten(),
+        )
+        if batch.return_logprob:
+            # row k's choice is committed token k wherever token k is committed
+            logprobs = logits_output.next_token_logprobs
+            logits_output.next_token_logprobs = logprobs.view(shape)
+        return choices.view(shape).long()
+
+
+def _is_adjusted(batch: Any) -> bool:
+    """Tell whether a greedy batch needs more than the highest logit of each row."""
+    info = batch.sampling_info
+    return (
+        info.logit_bias is not None
+        or batch.return_logprob
+        or batch.has_grammar
+        or info.has_custom_logit_processor
+        or any(is_penalised(req) for req in batch.reqs)
+    )
 
 
 def _repeat_rows(sampling_info: Any, times: int) -> Any:
@@ -41,35 +88,87 @@ def _repeat_rows(sampling_info: Any, times: int) -> Any:
         value = getattr(sampling_info, name)
         if value is not None:
             setattr(rows, name, value.repeat_interleave(times, dim=0))
+    # run before the sampler, where each row's own past is known
+    rows.has_custom_logit_processor = False
     return rows
 
 
-def refuse_request(req: Any) -> str | None:
+def _repeat(values: Sequence[Any] | None, times: int) -> list[Any]:
+    return [value for value in values or () for _ in range(times)]
+
+
+def _mask(
+    logits: Tensor, batch: Any, block: DraftBlock, barrier: Callable[[], None] | None
+) -> None:
+    # with overlap the tokens of the step before may not have moved the matchers yet
+    if barrier is not None:
+        barrier()
+    if not any(req.grammar is not None for req in batch.reqs):
+        return
+    mask = grammar.mask_rows(
+        batch.reqs,
+        block.token_ids.tolist(),
+        vocab_size=batch.sampling_info.vocab_size,
+        device=logits.device,
+    )
+    mask.apply(logits)
+
+
+def _run_custom_processors(
+    by_row: Tensor, info: Any, reqs: Sequence[Any], blocks: Sequence[Sequence[int]]
+) -> None:
+    """Run the processors on each row while the requests look as if its drafts were generated."""
+    width = by_row.shape[1]
+    shown = 0
+    try:
+        for row in range(width):
+            compat.apply_custom_logit_processor(by_row[:, row], info)
+            if row + 1 < width:
+                for req, block in zip(reqs, blocks, strict=True):
+                    req.output_ids.append(block[row + 1])
+                shown += 1
+    finally:
+        if shown:
+            for req in reqs:
+                del req.output_ids[-shown:]
+
+
+def refuse_request(req: Any, server_args: Any, *, enable_overlap: bool) -> str | None:
     """Return why a request cannot be served exactly, None if it can."""
     params = req.sampling_params
-    asked = {
-        "logprobs": req.return_logprob,
-        "return_hidden_states": req.return_hidden_states,
-        "custom_logit_processor": req.custom_logit_processor is not None,
-        "structured output (json_schema, regex, ebnf, structural_tag)": any(
-            (params.json_schema, params.regex, params.ebnf, params.structural_tag)
-        ),
-        "frequency_penalty": params.frequency_penalty != 0.0,
-        "presence_penalty": params.presence_penalty != 0.0,
-        "repetition_penalty": params.repetition_penalty != 1.0,
-        "min_new_tokens": params.min_new_tokens > 0,
-    }
-    named = [name for name, given in asked.items() if given]
-    if not named:
-        return None
+    constrained = any((params.json_schema, params.regex, params.ebnf, params.structural_tag))
+    backend = server_args.grammar_backend
+    if req.return_hidden_states:
+        return _refusal(
+            "return_hidden_states", "blocks keep the hidden states that feed the drafter"
+        )
+    if req.custom_logit_processor is not None and enable_overlap:
+        return _refusal(
+            "custom_logit_processor",
+            "with overlap scheduling a processor sees an answer that lags behind",
+            "or start the server with --disable-overlap-schedule",
+        )
+    if constrained and backend not in grammar.BACKENDS:
+        return _refusal(
+            "structured output",
+            f"--grammar-backend {backend} cannot step back from a draft that was wrong",
+            f"or start the server with one of {', '.join(grammar.BACKENDS)}",
+        )
+    if params.min_p > 0 and server_args.enable_deterministic_inference:
+        return _refusal("min_p", "SGLang's seeded sampler has no min_p")
+    return None
+
+
+def _refusal(what: str, why: str, instead: str = "") -> str:
+    advice = "Drop the parameter, send the request to a server without DFLASH"
     return (
-        f"DFLASH cannot serve {', '.join(named)} exactly yet. Drop the parameter, or send the "
-        "request to a server without --speculative-algorithm DFLASH."
+        f"DFLASH cannot serve {what} exactly: {why}. {advice}{', ' + instead if instead else ''}."
     )
 
 
 def refuse_in_scheduler(original: Any, req: Any, enable_overlap: bool) -> str | None:
     """Stand in for SGLang's check of a request; other block drafters keep theirs."""
-    if compat.get_server_args().speculative_algorithm != "DFLASH":
+    server_args = compat.get_server_args()
+    if server_args.speculative_algorithm != "DFLASH":
         return original(req, enable_overlap)
-    return refuse_request(req)
+    return refuse_request(req, server_args, enable_overlap=enable_overlap)

@@ -109,12 +109,12 @@ class DFlashWorker(compat.BaseSpecWorker):
         self,
         batch: Any,
         on_publish: Callable[[Tensor], None] | None = None,
-        grammar_barrier: Any = None,
+        grammar_barrier: Callable[[], None] | None = None,
     ) -> Any:
         with torch.inference_mode():
             if batch.forward_mode.is_extend():
                 return self._prefill(batch, on_publish)
-            return self._decode(batch, on_publish)
+            return self._decode(batch, BatchHost(self.engine, batch, on_publish, grammar_barrier))
 
     def _prefill(self, batch: Any, on_publish: Callable[[Tensor], None] | None) -> Any:
         result = self._target_worker.forward_batch_generation(
@@ -132,22 +132,23 @@ class DFlashWorker(compat.BaseSpecWorker):
             ]
         ).to(self.device, non_blocking=True)
         prefill_step(
-            BatchHost(self.engine, batch, None),
+            BatchHost(self.engine, batch),
             features=features[: positions.shape[0]],
             positions=positions,
             slots=batch.out_cache_loc,
         )
+        self.engine.rows.penalties.start(batch.reqs, result.next_token_ids)
         result.next_draft_input = DFlashState(result.next_token_ids.long(), batch.seq_lens)
         return result
 
-    def _decode(self, batch: Any, on_publish: Callable[[Tensor], None] | None) -> Any:
+    def _decode(self, batch: Any, host: BatchHost) -> Any:
         context = DraftContext(
             anchors=batch.spec_info.bonus_tokens,
             lens=batch.seq_lens,
             rows=batch.req_pool_indices,
         )
-        host = BatchHost(self.engine, batch, on_publish)
         commit = decode_step(host, self.ops, context, buffers=self.buffers, config=self.config)
+        self.engine.rows.penalties.commit(batch.reqs, commit.token_ids, commit.lens)
         return compat.GenerationBatchResult(
             logits_output=host.target_result.logits_output,
             next_token_ids=commit.token_ids.flatten(),

@@ -1,0 +1,176 @@
+"""Penalties and `min_new_tokens`, row by row of a block.
+
+SGLang's penalisers move on by one token a step, and not at all under speculation. Here each
+penalised request has its sums on the device, keyed by its row in the slot table. A verify row sees
+them as if the drafts before it had been generated; a commit adds the tokens that were. Nothing is
+read on the host, so overlap scheduling changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_penalised(req: Any) -> bool:
+    params = req.sampling_params
+    return (
+        params.frequency_penalty != 0.0
+        or params.presence_penalty != 0.0
+        or params.repetition_penalty != 1.0
+        or params.min_new_tokens > 0
+    )
+
+
+@dataclass
+class Sums:
+    """What the tokens of p requests add up to. `subtract` holds frequency and presence apart, so
+    that each is summed in the order in which plain decoding sums it."""
+
+    frequency: Tensor  # [p, V], subtracted
+    presence: Tensor  # [p, V], subtracted
+    repetition: Tensor  # [p, V], divides positive logits and multiplies negative ones
+
+    @classmethod
+    def zero(cls, requests: int, vocab_size: int, device: Any) -> Sums:
+        none = torch.zeros(2, requests, vocab_size, device=device)
+        return cls(none[0], none[1], torch.ones(requests, vocab_size, device=device))
+
+    @classmethod
+    def stack(cls, parts: Sequence[Sums]) -> Sums:
+        """Join the sums of single requests, as a copy."""
+        return cls(
+            torch.cat([part.frequency for part in parts]),
+            torch.cat([part.presence for part in parts]),
+            torch.cat([part.repetition for part in parts]),
+        )
+
+    def split(self) -> list[Sums]:
+        rows = zip(
+            self.frequency.split(1), self.presence.split(1), self.repetition.split(1), strict=True
+        )
+        return [Sums(*row) for row in rows]
+
+    def add(self, tokens: Tensor, rates: Rates, counts: Tensor | None = None) -> None:
+        """Take in one token of each request; `counts` [p] is False where there is none."""
+        at = tokens[:, None]
+        if counts is None:
+            self.frequency.scatter_add_(1, at, rates.frequency)
+            self.presence.scatter_(1, at, rates.presence)
+            self.repetition.scatter_(1, at, rates.repetition)
+            return
+        counts = counts[:, None]
+        self.frequency.scatter_add_(1, at, torch.where(counts, rates.frequency, 0.0))
+        for sums, rate in ((self.presence, rates.presence), (self.repetition, rates.repetition)):
+            sums.scatter_(1, at, torch.where(counts, rate, sums.gather(1, at)))
+
+
+@dataclass
+class Rates:
+    """What the requests asked for, [p, 1] each."""
+
+    frequency: Tensor
+    presence: Tensor
+    repetition: Tensor
+    min_new_tokens: Tensor  # int64
+    prompt_lens: Tensor  # int64
+
+    @classmethod
+    def of(cls, reqs: Sequence[Any], device: Any) -> Rates:
+        params = [req.sampling_params for req in reqs]
+
+        def column(values: Iterable[float], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(list(values), dtype=dtype).to(device, non_blocking=True)[:, None]
+
+        return cls(
+            column(p.frequency_penalty for p in params),
+            column(p.presence_penalty for p in params),
+            column(p.repetition_penalty for p in params),
+            column((p.min_new_tokens for p in params), torch.int64),
+            column((len(req.origin_input_ids) for req in reqs), torch.int64),
+        )
+
+
+class PenaltyTable:
+    """The sums of every penalised request that runs."""
+
+    def __init__(self, vocab_size: int, device: Any) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._sums: dict[int, Sums] = {}
+
+    def start(self, reqs: Sequence[Any], first_tokens: Tensor) -> None:
+        """Begin after a prompt; a request that was retracted brings its earlier answer along."""
+        for i, req in enumerate(reqs):
+            # the row may have been another request's
+            self._sums.pop(req.req_pool_idx, None)
+            if not is_penalised(req):
+                continue
+            sums = Sums.zero(1, self._vocab_size, self._device)
+            rates = Rates.of([req], self._device)
+            for token in req.output_ids:
+                sums.add(torch.tensor([token], device=self._device), rates)
+            sums.add(first_tokens[i : i + 1].long(), rates)
+            self._sums[req.req_pool_idx] = sums
+
+    def apply(
+        self,
+        logits: Tensor,  # [b, B, V], changed
+        reqs: Sequence[Any],
+        token_ids: Tensor,  # [b, B], the block
+        lens: Tensor,  # [b], position of the anchor
+    ) -> None:
+        """Penalise each row as if the drafts before it had been generated."""
+        which, chosen, sums, rates = self._select(reqs)
+        if not which:
+            return
+        at = torch.tensor(which).to(self._device, non_blocking=True)
+        stops = _stop_penalties(chosen, self._vocab_size, self._device)
+        generated = lens[at][:, None] - rates.prompt_lens + 1
+        for row in range(token_ids.shape[1]):
+            if row > 0:
+                sums.add(token_ids[at, row], rates)
+            values = logits[at, row]
+            early = generated + row < rates.min_new_tokens
+            added = torch.where(early, stops, 0.0) - sums.frequency - sums.presence
+            values = values + added
+            scaled = torch.where(values < 0, values * sums.repetition, values / sums.repetition)
+            logits[at, row] = scaled
+
+    def commit(self, reqs: Sequence[Any], token_ids: Tensor, commit_lens: Tensor) -> None:
+        """Take in the tokens that a step has committed, [b, B] with `commit_lens` [b]."""
+        which, _, sums, rates = self._select(reqs)
+        if not which:
+            return
+        at = torch.tensor(which).to(self._device, non_blocking=True)
+        for column in range(token_ids.shape[1]):
+            sums.add(token_ids[at, column], rates, counts=column < commit_lens[at])
+        for i, part in zip(which, sums.split(), strict=True):
+            self._sums[reqs[i].req_pool_idx] = part
+
+    def _select(self, reqs: Sequence[Any]) -> tuple[list[int], list[Any], Any, Any]:
+        which = [i for i, req in enumerate(reqs) if is_penalised(req)]
+        if not which:
+            return [], [], None, None
+        chosen = [reqs[i] for i in which]
+        sums = Sums.stack([self._sums[req.req_pool_idx] for req in chosen])
+        return which, chosen, sums, Rates.of(chosen, self._device)
+
+
+def _stop_penalties(reqs: Sequence[Any], vocab_size: int, device: Any) -> Tensor:
+    """Return -inf at the tokens that end each request, 0 elsewhere; [p, V]."""
+    found = torch.zeros(len(reqs), vocab_size)
+    for i, req in enumerate(reqs):
+        if req.sampling_params.min_new_tokens <= 0:
+            continue
+        tokenizer = req.tokenizer
+        ends = set(req.sampling_params.stop_token_ids or ())
+        ends |= set(tokenizer.additional_stop_token_ids or ())
+        if tokenizer.eos_token_id is not None:
+            ends.add(tokenizer.eos_token_id)
+        found[i, [token for token in ends if token < vocab_size]] = float("-inf")
+    return found.to(device, non_blocking=True)
