@@ -139,9 +139,7 @@ def refuse_request(req: Any, server_args: Any, *, enable_overlap: bool) -> str |
     constrained = any((params.json_schema, params.regex, params.ebnf, params.structural_tag))
     backend = server_args.grammar_backend
     if req.return_hidden_states:
-        return _refusal(
-            "return_hidden_states", "blocks keep the hidden states that feed the drafter"
-        )
+        return _refusal("return_hidden_states", "those of a block feed the drafter and are dropped")
     if req.custom_logit_processor is not None and enable_overlap:
         return _refusal(
             "custom_logit_processor",
@@ -171,4 +169,8 @@ def refuse_in_scheduler(original: Any, req: Any, enable_overlap: bool) -> str | 
     server_args = compat.get_server_args()
     if server_args.speculative_algorithm != "DFLASH":
         return original(req, enable_overlap)
-    return refuse_request(req, server_args, enable_overlap=enable_overlap)
+    reason = refuse_request(req, server_args, enable_overlap=enable_overlap)
+    if reason is not None:
+        # SGLang runs an aborted request through one more step, which must not fail on the parameter
+        req.sampling_params.min_p = 0.0
+    return reason

@@ -1,4 +1,7 @@
-"""Greedy DFlash decoding of one sequence over any transformers causal LM: the end-to-end oracle.
+"""DFlash decoding of one sequence over any transformers causal LM: the end-to-end oracle.
+
+Greedy, or by any rule that chooses a token from one row of logits: with sample-and-walk the target
+chooses at every row as it would alone, and the walk follows the draft while it agrees.
 
 Every drafted block is kept, so another implementation can be compared block for block and not
 only by its text.
@@ -6,7 +9,7 @@ only by its text.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +17,13 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from sglang_dflash.reference.model import ContextKV, Drafter
+
+# (logits [V], the tokens before the chosen one) -> token
+Choose = Callable[[Tensor, Sequence[int]], int]
+
+
+def greedy(logits: Tensor, _before: Sequence[int]) -> int:
+    return int(logits.argmax())
 
 
 @dataclass(frozen=True)
@@ -108,14 +118,16 @@ def _forward(target: PreTrainedModel, token_ids: Sequence[int], cache: DynamicCa
 
 
 @torch.no_grad()
-def prefill(target: PreTrainedModel, drafter: Drafter, input_ids: Sequence[int]) -> Decoding:
+def prefill(
+    target: PreTrainedModel, drafter: Drafter, input_ids: Sequence[int], choose: Choose = greedy
+) -> Decoding:
     """Run the prompt and commit the first token."""
     check_layer_ids(target, drafter.config.target_layer_ids)
     # no config: every layer keeps all its tokens, so rejected ones can be cropped away
     cache = DynamicCache()
     out = _forward(target, input_ids, cache)
     features = join_features(out.hidden_states, drafter.config.target_layer_ids)
-    first_token = out.logits[0, -1].argmax().item()
+    first_token = choose(out.logits[0, -1], input_ids)
     return Decoding([*input_ids, first_token], cache, _context_rows(drafter, features, first=0))
 
 
@@ -139,7 +151,12 @@ def draft_block(
 
 @torch.no_grad()
 def verify_block(
-    target: PreTrainedModel, drafter: Drafter, state: Decoding, *, block: Block
+    target: PreTrainedModel,
+    drafter: Drafter,
+    state: Decoding,
+    *,
+    block: Block,
+    choose: Choose = greedy,
 ) -> int:
     """Verify a block, commit its correct drafts and the bonus, and return how many tokens.
 
@@ -147,8 +164,11 @@ def verify_block(
     """
     assert (block.start, block.token_ids[0]) == (state.start, state.token_ids[-1]), block
     out = _forward(target, block.token_ids, state.cache)
-    choices = out.logits[0].argmax(-1).tolist()
     drafts = block.token_ids[1:]
+    choices = [
+        choose(logits, [*state.token_ids, *drafts[:row]])
+        for row, logits in enumerate(out.logits[0])
+    ]
     num_correct = 0
     while num_correct < len(drafts) and drafts[num_correct] == choices[num_correct]:
         num_correct += 1
@@ -169,20 +189,21 @@ def generate(
     max_new_tokens: int,
     eos_token_ids: Collection[int] = (),
     block_size: int | None = None,
+    choose: Choose = greedy,
 ) -> Generation:
-    """Decode greedily with DFlash: the same tokens as `generate_plain`, in fewer target passes.
+    """Decode with DFlash: the same tokens as `generate_plain`, in fewer target passes.
 
     `block_size` None means the one the drafter was trained with.
     """
     block_size = _check_block_size(drafter, block_size)
     prompt_len = len(input_ids)
-    state = prefill(target, drafter, input_ids)
+    state = prefill(target, drafter, input_ids, choose)
     blocks, commit_lens = [], []
     kept = _keep(state.token_ids[prompt_len:], max_new_tokens, eos_token_ids)
     while kept is None:
         block = draft_block(target, drafter, state, block_size=block_size)
         blocks.append(block)
-        commit_lens.append(verify_block(target, drafter, state, block=block))
+        commit_lens.append(verify_block(target, drafter, state, block=block, choose=choose))
         kept = _keep(state.token_ids[prompt_len:], max_new_tokens, eos_token_ids)
     return Generation(kept, blocks, commit_lens)
 
@@ -216,8 +237,9 @@ def generate_plain(
     *,
     max_new_tokens: int,
     eos_token_ids: Collection[int] = (),
+    choose: Choose = greedy,
 ) -> list[int]:
-    """Decode greedily, one token a step, without a drafter."""
+    """Decode one token a step, without a drafter."""
     cache = DynamicCache()
     generated: list[int] = []
     step = list(input_ids)
@@ -227,7 +249,7 @@ def generate_plain(
             past_key_values=cache,
             use_cache=True,
         )
-        generated.append(out.logits[0, -1].argmax().item())
+        generated.append(choose(out.logits[0, -1], [*input_ids, *generated]))
         if generated[-1] in eos_token_ids:
             break
         step = generated[-1:]

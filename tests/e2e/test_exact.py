@@ -8,7 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import openai
 import pytest
 import requests
 
@@ -240,25 +239,6 @@ def test_seedless_sampling_stays_in_the_top_k(dflash: Server, prompts: list[list
     params = {"temperature": 1.5, "top_k": 50, "max_new_tokens": 40, "ignore_eos": True}
     texts = {tuple(dflash.generate(prompts[0], **params)["output_ids"]) for _ in range(4)}
     assert len(texts) > 1
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        pytest.param({"frequency_penalty": 0.5}, "frequency_penalty", id="frequency"),
-        pytest.param({"presence_penalty": 0.5}, "presence_penalty", id="presence"),
-        pytest.param({"extra_body": {"repetition_penalty": 1.2}}, "repetition_penalty", id="rep"),
-        pytest.param({"extra_body": {"min_tokens": 5}}, "min_new_tokens", id="min tokens"),
-        pytest.param({"logprobs": True}, "logprobs", id="logprobs"),
-        pytest.param({"extra_body": {"regex": "[a-z]+"}}, "structured output", id="regex"),
-    ],
-)
-def test_what_cannot_be_exact_is_refused(
-    dflash: Server, questions: list[str], options: dict[str, Any], named: str
-) -> None:
-    """In-tree DFLASH ignores most of these without a word."""
-    with pytest.raises(openai.BadRequestError, match=f"DFLASH cannot serve .*{named}"):
-        ask(dflash, questions[0], **options)
 
 
 def test_nothing_leaks(pair: tuple[Server, Server]) -> None:

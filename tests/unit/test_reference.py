@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -217,6 +218,23 @@ def test_drafting_changes_no_token_of_an_untrained_pair(kind: str, block_size: i
     drafted = generate(target, drafter, prompt, max_new_tokens=40, block_size=block_size)
     assert drafted.token_ids == plain
     assert len(set(plain)) > 3, plain
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_drafting_changes_no_token_of_a_seeded_draw(kind: str):
+    """Noise fixed by position and a penalty on what came before: each row must see its own past."""
+
+    def choose(logits: torch.Tensor, before: Sequence[int]) -> int:
+        noise = torch.rand(len(logits), generator=torch.Generator().manual_seed(len(before)))
+        counts = torch.bincount(torch.tensor(before), minlength=len(logits))
+        return int((logits - 0.5 * counts - (-noise.log()).log()).argmax())
+
+    target, drafter = make_target(kind), make_drafter()
+    prompt = [5, 9, 33, 12, 50, 7, 7, 21]
+    plain = generate_plain(target, prompt, max_new_tokens=40, choose=choose)
+    drafted = generate(target, drafter, prompt, max_new_tokens=40, block_size=5, choose=choose)
+    assert drafted.token_ids == plain
+    assert plain != generate_plain(target, prompt, max_new_tokens=40)
 
 
 def test_generation_stops_at_the_end_token_and_keeps_it():

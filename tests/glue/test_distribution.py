@@ -1,0 +1,159 @@
+"""Unseeded sampling: what blocks commit is distributed as plain decoding would sample it.
+
+A toy target whose next token depends on the last one alone, so that the exact probability of every
+pair of tokens is known; SGLang's sampler and our walk do the rest, 40,000 chains at once.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from sglang_dflash.accept import accept
+from sglang_dflash.commit import plan_commit
+from sglang_dflash.glue import compat
+from sglang_dflash.glue.penalties import PenaltyTable
+from sglang_dflash.glue.sampling import RowSampler
+from sglang_dflash.kernels import TORCH
+from sglang_dflash.types import DraftBlock, DraftContext, TargetOutput
+
+CHAINS, VOCAB, WIDTH = 40_000, 12, 4
+ALL = 1 << 30
+
+CASES = {
+    "temperature 1": {"temperature": 1.0},
+    "temperature 0.7, top_p 0.9": {"temperature": 0.7, "top_p": 0.9},
+    "top_k 8, top_p 0.9": {"temperature": 1.0, "top_k": 8, "top_p": 0.9},
+    "min_p 0.1": {"temperature": 1.0, "min_p": 0.1},
+}
+
+
+@pytest.fixture
+def sampler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's sampler without its server: the methods are real, the settings are the CPU's."""
+    from sglang.srt.layers import sampler as module
+
+    settings = SimpleNamespace(kernel=SimpleNamespace(sampling_backend="pytorch"))
+    monkeypatch.setattr(module, "get_exec", lambda: settings)
+    found = module.Sampler.__new__(module.Sampler)
+    torch.nn.Module.__init__(found)
+    found.rl_on_policy_target = None
+    found.enable_deterministic = found.use_log_softmax_logprob = found.use_ascend_backend = False
+    return found
+
+
+def make_batch(options: dict[str, float]) -> Any:
+    params = {"top_p": 1.0, "top_k": ALL, "min_p": 0.0} | options
+    info = SimpleNamespace(
+        temperatures=torch.full((CHAINS, 1), params["temperature"]),
+        top_ps=torch.full((CHAINS,), params["top_p"]),
+        top_ks=torch.full((CHAINS,), params["top_k"], dtype=torch.int32),
+        min_ps=torch.full((CHAINS,), params["min_p"]),
+        sampling_seed=None,
+        logit_bias=None,
+        is_all_greedy=False,
+        need_top_p_sampling=params["top_p"] != 1.0,
+        need_top_k_sampling=params["top_k"] != ALL,
+        need_min_p_sampling=params["min_p"] > 0,
+        has_custom_logit_processor=False,
+        return_sampling_masks=None,
+        grammars=None,
+    )
+    return SimpleNamespace(
+        sampling_info=info,
+        reqs=[],
+        has_grammar=False,
+        return_logprob=False,
+        top_logprobs_nums=None,
+        token_ids_logprobs=None,
+    )
+
+
+class Toy:
+    """Two decode steps of every chain, through our stages."""
+
+    def __init__(self, sampler: Any, options: dict[str, float]) -> None:
+        torch.manual_seed(0)
+        self.logits = torch.randn(VOCAB, VOCAB) * 1.5
+        self.batch = make_batch(options)
+        head = SimpleNamespace(plain=lambda logits: logits.clone())
+        self.rows = RowSampler(sampler, head, PenaltyTable(VOCAB, "cpu"))
+
+    def step(self, anchors: torch.Tensor, *, greedy_after_first: bool) -> Any:
+        """Draft the likeliest chain, verify, walk; return the commit."""
+        columns = [anchors]
+        for _ in range(WIDTH - 1):
+            columns.append(self.logits[columns[-1]].argmax(-1))
+        token_ids = torch.stack(columns, dim=1)
+        lens = torch.zeros(CHAINS, dtype=torch.int64)
+        positions = torch.arange(WIDTH).expand(CHAINS, WIDTH)
+        block = DraftBlock(token_ids=token_ids, positions=positions, slots=positions)
+        context = DraftContext(anchors=anchors, lens=lens, rows=lens)
+        output = compat.LogitsProcessorOutput(next_token_logits=self.logits[token_ids.flatten()])
+        choices = self.rows.choose(self.batch, output, context, block)
+        if greedy_after_first:
+            choices[:, 1:] = self.logits[token_ids[:, 1:]].argmax(-1)
+        acceptance = accept(TORCH, block, TargetOutput(choices=choices, features=choices))
+        return plan_commit(TORCH, context, block, acceptance)
+
+    def pairs(self, *, greedy_after_first: bool = False) -> torch.Tensor:
+        """Return how often each pair of first tokens after token 0 came, [V, V]."""
+        start = torch.zeros(CHAINS, dtype=torch.int64)
+        one = self.step(start, greedy_after_first=greedy_after_first)
+        two = self.step(one.bonus, greedy_after_first=greedy_after_first)
+        first = one.token_ids[:, 0]
+        second = torch.where(one.lens > 1, one.token_ids[:, 1], two.token_ids[:, 0])
+        # both ways to a second token must occur, or half of the rule is untested
+        assert 0.1 < (one.lens > 1).float().mean() < 0.9
+        return torch.bincount(first * VOCAB + second, minlength=VOCAB * VOCAB)
+
+
+def exact_pairs(logits: torch.Tensor, options: dict[str, float]) -> torch.Tensor:
+    """Return the probability of each pair, from the definition of each filter."""
+    probs = torch.softmax(logits.double() / options["temperature"], dim=-1)
+    for row in probs:
+        order = row.argsort(descending=True)
+        ranked = row[order].clone()
+        before = ranked.cumsum(0) - ranked
+        keep = torch.arange(VOCAB) < options.get("top_k", ALL)
+        keep &= before <= options.get("top_p", 1.0)
+        keep &= ranked >= options.get("min_p", 0.0) * ranked[0]
+        row[order] = torch.where(keep, ranked, 0.0)
+        row /= row.sum()
+    return (probs[0][:, None] * probs).flatten()
+
+
+def p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    possible = expected > 0
+    assert counts[~possible].sum() == 0, "a filtered pair was sampled"
+    wanted = expected[possible] * counts.sum()
+    # cells of fewer than five are pooled, as the test asks
+    rare = wanted < 5
+    found = torch.cat([counts[possible][~rare], counts[possible][rare].sum()[None]]).double()
+    wanted = torch.cat([wanted[~rare], wanted[rare].sum()[None]])
+    keep = wanted > 0
+    return chisquare(found[keep], wanted[keep] * (found.sum() / wanted.sum())).pvalue
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pairs_of_tokens_are_distributed_as_plain_decoding(sampler: Any, name: str) -> None:
+    toy = Toy(sampler, CASES[name])
+    assert p_value(toy.pairs(), exact_pairs(toy.logits, CASES[name])) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["temperature 1"])
+def test_the_check_sees_a_wrong_rule(sampler: Any, name: str) -> None:
+    """Sampling the first row only, and taking the likeliest token after it."""
+    toy = Toy(sampler, CASES[name])
+    counts = toy.pairs(greedy_after_first=True)
+    assert p_value(counts, exact_pairs(toy.logits, CASES[name])) < 1e-6
+
+
+def test_the_check_sees_an_ignored_filter(sampler: Any) -> None:
+    toy = Toy(sampler, {"temperature": 1.0})
+    with pytest.raises(AssertionError, match="a filtered pair was sampled"):
+        p_value(toy.pairs(), exact_pairs(toy.logits, CASES["min_p 0.1"]))
