@@ -28,6 +28,50 @@ DRAFT_BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
+SPEC_V2 = "SGLANG_ENABLE_SPEC_V2"
+DFLASH_SPEC_V2 = "SGLANG_ENABLE_DFLASH_SPEC_V2"
+PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
+SWITCH_VALUES = {"0": False, "false": False, "1": True, "true": True}
+
+
+def read_switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool:
+    """Return what an environment variable says; anything but a plain yes or no is an error."""
+    value = environment.get(name)
+    if value is None:
+        return default
+    if value.strip().lower() not in SWITCH_VALUES:
+        raise ValueError(
+            f"{name}={value} is neither on nor off. Set one of {', '.join(SWITCH_VALUES)}, "
+            "or leave it unset."
+        )
+    return SWITCH_VALUES[value.strip().lower()]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How the host's work is hidden behind the GPU's, and why not where it is not."""
+
+    schedule: bool  # the host prepares a step while the one before runs
+    plan_stream: bool  # verify is planned on a side stream while the drafter runs
+    reason: str  # what decided about the schedule
+
+    @classmethod
+    def resolve(cls, environment: Mapping[str, str], *, device: str, disabled: bool) -> Overlap:
+        """Decide from the three switches; --disable-overlap-schedule and a CPU always win."""
+        switches = {
+            name: read_switch(environment, name, default=True) for name in (SPEC_V2, DFLASH_SPEC_V2)
+        }
+        plan_stream = read_switch(environment, PLAN_STREAM, default=False)
+        off = [f"{name}=0" for name, on in switches.items() if not on]
+        if device == "cpu":
+            return cls(False, False, "a CPU has nothing to hide it behind")
+        if disabled:
+            return cls(False, plan_stream, "--disable-overlap-schedule")
+        if off:
+            return cls(False, plan_stream, " and ".join(off))
+        return cls(True, plan_stream, "on unless a switch says otherwise")
+
+
 @dataclass(frozen=True)
 class DrafterSpec:
     """The facts of a drafter folder that a server depends on."""
@@ -138,6 +182,7 @@ class DFlashConfig:
     context_len: int
     device: str
     draft_backend: str
+    overlap: Overlap
     # for measurements: commit this many tokens a step, whatever the target says
     simulated_accept_length: float | None = None
 
@@ -157,6 +202,8 @@ class DFlashConfig:
             "context_len": self.context_len,
             "device": self.device,
             "draft_attention_backend": self.draft_backend,
+            "overlap_schedule": self.overlap.schedule,
+            "plan_stream": self.overlap.plan_stream,
             "simulated_accept_length": self.simulated_accept_length,
         }
 

@@ -30,6 +30,7 @@ class Engine:
         draft_runner.model.share_embedding(target_model.get_input_embeddings())
         self.head = DraftHead(target_model, config.drafter.vocab_size, ops)
         device_type = torch.device(draft_runner.device).type
+        self.plan_stream = torch.cuda.Stream() if config.overlap.plan_stream else None
         self.rows = RowSampler(
             self.target_runner.sampler,
             VerifyHead(target_model, ops, device_type=device_type),
@@ -111,6 +112,11 @@ class BatchHost:
 
     def draft_tokens(self, context: DraftContext, masked: DraftBlock) -> Tensor:
         engine = self._engine
+        if engine.plan_stream is not None:
+            # everything about the verify pass but its tokens is known
+            engine.plan_stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(engine.plan_stream):
+                self._plan_verify(masked)
         forward_batch = compat.ForwardBatch(
             forward_mode=compat.ForwardMode.TARGET_VERIFY,
             batch_size=context.anchors.shape[0],
@@ -130,7 +136,8 @@ class BatchHost:
             return engine.graph_drafts[: forward_batch.batch_size]
         return engine.draft_head(result.logits_output.hidden_states)
 
-    def verify_block(self, context: DraftContext, block: DraftBlock) -> TargetOutput:
+    def _plan_verify(self, block: DraftBlock) -> None:
+        """Lay out the verify pass; its tokens are read from the block when it runs."""
         engine, batch = self._engine, self._batch
         verify_input = compat.DFlashVerifyInput(
             draft_token=block.token_ids.flatten(),
@@ -142,6 +149,13 @@ class BatchHost:
         batch.seq_lens_cpu = self._lens_bound
         batch.seq_lens_sum = int(self._lens_bound.sum())
         self.verify_batch, _ = verify_input.prepare_for_verify(batch, engine.target_worker)
+
+    def verify_block(self, context: DraftContext, block: DraftBlock) -> TargetOutput:
+        engine, batch = self._engine, self._batch
+        if engine.plan_stream is None:
+            self._plan_verify(block)
+        else:
+            torch.cuda.current_stream().wait_stream(engine.plan_stream)
         self.target_result = engine.target_worker.forward_batch_generation(
             batch=None,
             forward_batch=self.verify_batch,

@@ -43,9 +43,22 @@ def handle_dflash(server_args: Any) -> None:
         logger.info(
             "DFLASH: --max-running-requests is %d unless you set it.", DEFAULT_MAX_RUNNING_REQUESTS
         )
-    if server_args.device == "cpu" and not server_args.disable_overlap_schedule:
-        server_args.disable_overlap_schedule = True
-        logger.info("DFLASH: overlap scheduling is off on a CPU, where there is nothing to hide.")
+    overlap = _overlap(server_args)
+    server_args.disable_overlap_schedule = not overlap.schedule
+    logger.info(
+        "DFLASH: overlap scheduling is %s (%s), the plan stream is %s.",
+        "on" if overlap.schedule else "off",
+        overlap.reason,
+        "on" if overlap.plan_stream else "off",
+    )
+
+
+def _overlap(server_args: Any) -> cfg.Overlap:
+    return cfg.Overlap.resolve(
+        os.environ,
+        device=_device_type(server_args),
+        disabled=server_args.disable_overlap_schedule,
+    )
 
 
 def resolve_config(server_args: Any, *, target_config: Any) -> cfg.DFlashConfig:
@@ -56,6 +69,7 @@ def resolve_config(server_args: Any, *, target_config: Any) -> cfg.DFlashConfig:
         context_len=target_config.context_len,
         device=_device_type(server_args),
         draft_backend=server_args.speculative_draft_attention_backend,
+        overlap=_overlap(server_args),
         simulated_accept_length=simulated_accept_length(os.environ.get(SIMULATE)),
     )
 

@@ -171,3 +171,41 @@ def test_weights_with_another_number_of_features_are_refused(tmp_path: Path, pre
 
 def test_folder_without_weights_passes_for_dummy_loading(tmp_path: Path) -> None:
     cfg.check_features(drafter(), tmp_path, target=TARGET)
+
+
+@pytest.mark.parametrize(
+    ("environment", "disabled", "schedule", "reason"),
+    [
+        ({}, False, True, "on unless"),
+        ({"SGLANG_ENABLE_SPEC_V2": "1", "SGLANG_ENABLE_DFLASH_SPEC_V2": "true"}, False, True, "on"),
+        ({"SGLANG_ENABLE_SPEC_V2": "0"}, False, False, "SGLANG_ENABLE_SPEC_V2=0"),
+        ({"SGLANG_ENABLE_DFLASH_SPEC_V2": "False"}, False, False, "SGLANG_ENABLE_DFLASH_SPEC_V2=0"),
+        ({"SGLANG_ENABLE_SPEC_V2": "1"}, True, False, "--disable-overlap-schedule"),
+    ],
+)
+def test_overlap_follows_its_switches(
+    environment: dict[str, str], disabled: bool, schedule: bool, reason: str
+) -> None:
+    found = cfg.Overlap.resolve(environment, device="cuda", disabled=disabled)
+    assert found.schedule is schedule and reason in found.reason
+    assert found.plan_stream is False
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_plan_stream_is_its_own_switch(disabled: bool) -> None:
+    environment = {"SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"}
+    assert cfg.Overlap.resolve(environment, device="cuda", disabled=disabled).plan_stream
+    assert not cfg.Overlap.resolve(environment, device="cpu", disabled=disabled).plan_stream
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SGLANG_ENABLE_SPEC_V2",
+        "SGLANG_ENABLE_DFLASH_SPEC_V2",
+        "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
+    ],
+)
+def test_a_switch_that_is_neither_on_nor_off_is_an_error(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=yes please is neither .* 0, false, 1, true"):
+        cfg.Overlap.resolve({name: "yes please"}, device="cuda", disabled=False)

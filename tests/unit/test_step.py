@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from sglang_dflash.buffers import StepBuffers
-from sglang_dflash.config import DFlashConfig, DrafterSpec
+from sglang_dflash.config import DFlashConfig, DrafterSpec, Overlap
 from sglang_dflash.kernels import TORCH
 from sglang_dflash.step import decode_step, prefill_step
 from sglang_dflash.types import DraftContext, TargetOutput
@@ -27,7 +27,14 @@ def config() -> DFlashConfig:
         },
         name="drafter",
     )
-    return DFlashConfig(drafter, B, context_len=64, device="cpu", draft_backend="torch_native")
+    return DFlashConfig(
+        drafter,
+        B,
+        context_len=64,
+        device="cpu",
+        draft_backend="torch_native",
+        overlap=Overlap(False, False, "test"),
+    )
 
 
 class CountingHost:
