@@ -83,6 +83,10 @@ class Server:
         self.stop()
         raise RuntimeError(f"the server did not answer in time:\n{self.log()[-4000:]}")
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def wait_for_exit(self, timeout: float = START_TIMEOUT_S) -> int:
         return self._process.wait(timeout)
 

@@ -44,7 +44,7 @@ def test_drafter_right_up_to_k_commits_k_plus_one_tokens_a_step(
         assert found["meta_info"]["spec_verify_ct"] == steps
 
 
-@pytest.mark.parametrize("kind", ["wrong", "random", "nan"])
+@pytest.mark.parametrize("kind", ["wrong", "random", "nan", "inf"])
 def test_useless_drafter_changes_nothing(
     scripted: Server, answers: list[list[int]], prompts: list[list[int]], kind: str
 ) -> None:

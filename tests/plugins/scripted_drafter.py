@@ -5,6 +5,8 @@ A request chooses by its id, which starts with
     right<k>- the first k drafts of every block are right, the next one is wrong
     random-   drafts are drawn at random
     nan-      the drafter is fed NaN features
+    inf-      the drafter is fed infinities
+    raise-    the worker fails
     record-   the real drafter; blocks and draft KV are written to SCRIPT_FOLDER
 Right drafts come from SCRIPT_FOLDER/answers.json: a list of full token sequences, prompt first.
 """
@@ -30,6 +32,8 @@ def activate() -> None:
     def draft_tokens(self: Any, context: Any, masked: Any) -> Any:
         drafts = real_draft(self, context, masked)
         vocab = self._engine.config.drafter.vocab_size
+        if any(req.rid.startswith("raise-") for req in self._batch.reqs):
+            raise RuntimeError("scripted failure")
         for i, req in enumerate(self._batch.reqs):
             start = int(context.lens[i])
             drafts[i] = drafts.new_tensor(script(req, start, drafts[i].tolist(), vocab))
@@ -40,8 +44,9 @@ def activate() -> None:
         return drafts
 
     def write_draft_kv(self: Any, features: Any, positions: Any, slots: Any) -> None:
-        if any(req.rid.startswith("nan-") for req in self._batch.reqs):
-            features = features.new_full(features.shape, float("nan"))
+        for kind in ("nan", "inf"):
+            if any(req.rid.startswith(f"{kind}-") for req in self._batch.reqs):
+                features = features.new_full(features.shape, float(kind))
         real_write(self, features, positions, slots)
         if self._batch.forward_mode.is_target_verify():
             for req in self._batch.reqs:
