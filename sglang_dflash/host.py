@@ -14,6 +14,10 @@ class Host(Protocol):
         """Return the map from (request row, position) to KV slot, [rows, width]."""
         ...
 
+    def mark(self) -> None:
+        """Note, without waiting, that a stage begins or ends: four marks a step."""
+        ...
+
     def draft_tokens(self, context: DraftContext, masked: DraftBlock) -> Tensor:
         """Run the drafter on a block whose drafts are still masked; return [b, B - 1] token ids."""
         ...

@@ -1,8 +1,19 @@
-"""Acceptance, counted on the host from numbers the scheduler has copied anyway."""
+"""Acceptance, counted on the host from numbers the scheduler has copied anyway; and its alarm."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+ALARM = "SGLANG_DFLASH_ALARM"
+ALARM_WINDOW = "SGLANG_DFLASH_ALARM_WINDOW"
+DEFAULT_ALARM = 1.5  # tokens per step; below it a block costs more than it brings
+DEFAULT_WINDOW = 1000  # verify steps of single requests
+
+# what counts as a good first position, as near chance, and as a long context
+GOOD_START, NEAR_CHANCE = 0.5, 0.15
+LONG_CONTEXT = 4096
 
 
 @dataclass
@@ -26,6 +37,17 @@ class AcceptanceMeter:
         for position in range(min(num_correct, committed)):
             self.accepted_at[position] += 1
 
+    def since(self, earlier: AcceptanceMeter) -> AcceptanceMeter:
+        """Return what was counted after `earlier` was copied."""
+        found = AcceptanceMeter(self.block_size)
+        for name in ("histogram", "accepted_at"):
+            pairs = zip(getattr(self, name), getattr(earlier, name), strict=True)
+            setattr(found, name, [now - then for now, then in pairs])
+        return found
+
+    def copy(self) -> AcceptanceMeter:
+        return self.since(AcceptanceMeter(self.block_size))
+
     @property
     def verify_steps(self) -> int:
         return sum(self.histogram)
@@ -33,6 +55,10 @@ class AcceptanceMeter:
     @property
     def accepted_drafts(self) -> int:
         return sum(self.accepted_at)
+
+    @property
+    def drafted_tokens(self) -> int:
+        return self.verify_steps * (self.block_size - 1)
 
     @property
     def committed_tokens(self) -> int:
@@ -52,10 +78,107 @@ class AcceptanceMeter:
     def snapshot(self) -> dict[str, object]:
         return {
             "verify_steps": self.verify_steps,
-            "drafted_tokens": self.verify_steps * (self.block_size - 1),
+            "drafted_tokens": self.drafted_tokens,
             "accepted_tokens": self.accepted_drafts,
             "committed_tokens": self.committed_tokens,
             "accept_length": round(self.accept_length, 4),
             "histogram": list(self.histogram),
             "position_rates": [round(rate, 4) for rate in self.position_rates()],
         }
+
+    def line(self) -> str:
+        """Return one readable line: accept length and the share of steps by tokens committed."""
+        steps = self.verify_steps
+        shares = [
+            f"{k}:{count / steps:.0%}" for k, count in enumerate(self.histogram, start=1) if count
+        ]
+        return f"accept length {self.accept_length:.2f} over {steps} steps, {' '.join(shares)}"
+
+
+@dataclass
+class AcceptanceAlarm:
+    """Say once when acceptance stays low, and what the usual cause of such numbers is.
+
+    It speaks again only after acceptance has recovered.
+    """
+
+    block_size: int
+    threshold: float = DEFAULT_ALARM  # 0 turns it off
+    window: int = DEFAULT_WINDOW
+    raised: int = field(default=0, init=False)
+    _steps: deque[tuple[int, int, bool]] = field(default_factory=deque, init=False)
+    _active: bool = field(default=False, init=False)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], block_size: int) -> AcceptanceAlarm:
+        return cls(
+            block_size,
+            threshold=_number(environment, ALARM, DEFAULT_ALARM, least=0.0),
+            window=int(_number(environment, ALARM_WINDOW, DEFAULT_WINDOW, least=1.0)),
+        )
+
+    def record(self, num_correct: int, committed: int, context: int) -> str | None:
+        """Count one step at a context length; return a warning when it is time for one."""
+        if not self.threshold:
+            return None
+        self._steps.append((num_correct, committed, context > LONG_CONTEXT))
+        if len(self._steps) < self.window:
+            return None
+        # judged once per window: a moving judgement would cost at every step
+        meters = {False: AcceptanceMeter(self.block_size), True: AcceptanceMeter(self.block_size)}
+        whole = AcceptanceMeter(self.block_size)
+        for correct, kept, is_long in self._steps:
+            meters[is_long].record(correct, kept)
+            whole.record(correct, kept)
+        self._steps.clear()
+        was_active, self._active = self._active, whole.accept_length < self.threshold
+        if not self._active or was_active:
+            return None
+        self.raised += 1
+        return self._warning(whole, short=meters[False], long=meters[True])
+
+    def _warning(
+        self, whole: AcceptanceMeter, *, short: AcceptanceMeter, long: AcceptanceMeter
+    ) -> str:
+        rates = " ".join(f"{rate:.2f}" for rate in whole.position_rates()[:8])
+        return (
+            f"DFLASH accepts little: {whole.accept_length:.2f} tokens per step over the last "
+            f"{whole.verify_steps} steps, below {self.threshold:g} ({ALARM}). Accepted by draft "
+            f"position: {rates} ... Likely: {likely_cause(whole, short=short, long=long)}"
+        )
+
+
+def likely_cause(whole: AcceptanceMeter, *, short: AcceptanceMeter, long: AcceptanceMeter) -> str:
+    """Name the usual cause of these rates."""
+    rates = whole.position_rates()
+    if long.verify_steps and short.accept_length > 1.5 * long.accept_length:
+        return (
+            f"long contexts: accept length is {short.accept_length:.2f} up to {LONG_CONTEXT} "
+            f"tokens and {long.accept_length:.2f} beyond. Use a drafter trained on long text."
+        )
+    if rates[0] < NEAR_CHANCE:
+        return (
+            "the drafter does not belong to this target, or reads the wrong layers or mask token. "
+            "Run `python -m sglang_dflash doctor` on the pair."
+        )
+    if rates[0] >= GOOD_START:
+        return (
+            "drafts start well and decay fast: text unlike the drafter's training, as in thinking "
+            "mode or another domain. Compare with thinking off, or train a drafter on such answers."
+        )
+    return "a drafter too weak for this text. Train one on the target's own answers."
+
+
+def _number(environment: Mapping[str, str], name: str, default: float, *, least: float) -> float:
+    value = environment.get(name)
+    if value is None:
+        return default
+    try:
+        number = float(value)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise ValueError(
+            f"{name}={value} is no number of at least {least:g}. Set one, or unset it."
+        )
+    return number

@@ -24,8 +24,11 @@ def decode_step(
     host: Host, ops: Ops, context: DraftContext, *, buffers: StepBuffers, config: DFlashConfig
 ) -> Commit:
     """Draft a block, verify it, and commit the prefix that the target itself would have written."""
+    host.mark()
     block = draft(host, ops, context, buffers=buffers, config=config)
+    host.mark()
     target = verify(host, context, block)
+    host.mark()
     acceptance = accept(ops, block, target)
     if config.simulated_accept_length is not None:
         acceptance = simulate(target, config.simulated_accept_length)
@@ -33,4 +36,5 @@ def decode_step(
     # publish before the kv write: the next step's planning reads lengths, not this cache
     host.publish(commit.new_lens)
     write_features(host, ops, block, target, commit)
+    host.mark()
     return commit

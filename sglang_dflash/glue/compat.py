@@ -99,6 +99,12 @@ SYMBOLS: dict[str, Symbol] = {
     "internal_state": Symbol(
         "srt.managers.scheduler", "Scheduler.get_internal_state", ("recv_req",)
     ),
+    "run_event_loop": Symbol("srt.managers.scheduler", "Scheduler.run_event_loop"),
+    "spec_metrics": Symbol(
+        "srt.managers.tokenizer_manager",
+        "TokenizerManager._calculate_spec_decoding_metrics",
+        ("meta_info", "recv_obj", "i"),
+    ),
     # worker
     "BaseSpecWorker": Symbol("srt.speculative.base_spec_worker", "BaseSpecWorker"),
     "SpeculativeAlgorithm": Symbol("srt.speculative.spec_info", "SpeculativeAlgorithm"),
@@ -341,6 +347,11 @@ def installed_release() -> str | None:
         return metadata.version("sglang")
     except metadata.PackageNotFoundError:
         return None
+
+
+def registered_plugins() -> list[str]:
+    """Return the entry points that SGLang will load."""
+    return [entry.value for entry in metadata.entry_points(group="sglang.srt.plugins")]
 
 
 def supported_release() -> str:

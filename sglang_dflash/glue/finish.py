@@ -12,14 +12,14 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_dflash.glue import compat
-from sglang_dflash.metrics import AcceptanceMeter
+from sglang_dflash.glue.metrics import Bookkeeping
 
-_meters: list[AcceptanceMeter] = []
+_books: list[Bookkeeping] = []
 
 
-def meter_steps_of(meter: AcceptanceMeter) -> None:
-    """Count every verify step of this process in `meter`."""
-    _meters[:] = [meter]
+def keep_books_in(book: Bookkeeping) -> None:
+    """Count every verify step of this process in `book`."""
+    _books[:] = [book]
 
 
 def finish_and_meter(original: Any, req: Any, new_accepted_len: int = 1) -> None:
@@ -27,15 +27,26 @@ def finish_and_meter(original: Any, req: Any, new_accepted_len: int = 1) -> None
     before = len(req.output_ids) - new_accepted_len
     finish_token_by_token(original, req, new_accepted_len)
     # SGLang has counted the step on the request already; the prompt's token is not one
-    seen = getattr(req, "dflash_seen", (0, 0))
+    steps, correct_before = getattr(req, "dflash_seen", (0, 0))
+    num_correct = req.spec_num_correct_drafts - correct_before
+    if req.spec_verify_ct > steps:
+        committed = new_accepted_len
+        if req.finished() and req.finished_len is not None:
+            committed = max(1, min(committed, req.finished_len - before))
+        _uncount_after_stop(req, num_correct, min(num_correct, committed))
+        for book in _books:
+            context = len(req.origin_input_ids) + len(req.output_ids)
+            book.record(num_correct, committed, context=context, ended=req.finished())
     req.dflash_seen = (req.spec_verify_ct, req.spec_num_correct_drafts)
-    if req.spec_verify_ct <= seen[0]:
+
+
+def _uncount_after_stop(req: Any, num_correct: int, accepted: int) -> None:
+    """Take from SGLang's own counts of a request the drafts that a stop has cut off."""
+    if accepted == num_correct:
         return
-    committed = new_accepted_len
-    if req.finished() and req.finished_len is not None:
-        committed = min(committed, req.finished_len - before)
-    for meter in _meters:
-        meter.record(req.spec_num_correct_drafts - seen[1], max(1, committed))
+    req.spec_num_correct_drafts -= num_correct - accepted
+    req.spec_correct_drafts_histogram[num_correct] -= 1
+    req.update_spec_correct_drafts_histogram(accepted)
 
 
 def finish_token_by_token(original: Any, req: Any, new_accepted_len: int = 1) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.head import DraftHead, VerifyHead
+from sglang_dflash.glue.metrics import StageClock
 from sglang_dflash.glue.penalties import PenaltyTable
 from sglang_dflash.glue.sampling import RowSampler
 from sglang_dflash.kernels import Ops
@@ -20,8 +21,17 @@ from sglang_dflash.types import DraftBlock, DraftContext, TargetOutput
 class Engine:
     """What lives as long as the server: both models, and how a block runs through them."""
 
-    def __init__(self, config: DFlashConfig, ops: Ops, target_worker: Any, draft_runner: Any):
+    def __init__(
+        self,
+        config: DFlashConfig,
+        ops: Ops,
+        target_worker: Any,
+        draft_runner: Any,
+        *,
+        clock: StageClock,
+    ) -> None:
         self.config = config
+        self.clock = clock
         self.ops = ops
         self.target_worker = target_worker
         self.target_runner = target_worker.model_runner
@@ -109,6 +119,9 @@ class BatchHost:
 
     def slot_table(self) -> Tensor:
         return self._engine.target_runner.req_to_token_pool.req_to_token
+
+    def mark(self) -> None:
+        self._engine.clock.mark()
 
     def draft_tokens(self, context: DraftContext, masked: DraftBlock) -> Tensor:
         engine = self._engine

@@ -57,7 +57,7 @@ def require_supported_release() -> None:
 
 def hooks() -> dict[str, Callable[..., Any]]:
     """Return everything we change in SGLang: symbol -> what wraps it."""
-    from sglang_dflash.glue import finish, memory, sampling
+    from sglang_dflash.glue import finish, memory, metrics, sampling
 
     return {
         "create_worker": _create_worker,
@@ -69,6 +69,8 @@ def hooks() -> dict[str, Callable[..., Any]]:
         "default_pool_init": memory.budget_draft_kv,
         "swa_pool_init": memory.budget_draft_kv,
         "internal_state": _internal_state,
+        "run_event_loop": _run_event_loop,
+        "spec_metrics": metrics.describe_request,
     }
 
 
@@ -109,6 +111,13 @@ def _handle_dflash(original: Any, server_args: Any) -> None:
     handle_dflash(server_args)
 
 
+def _run_event_loop(original: Any, scheduler: Any) -> None:
+    """Tell our bookkeeping where SGLang publishes, once everything is in place."""
+    if scheduler.spec_algorithm.is_dflash():
+        scheduler.draft_worker.book.publish(scheduler)
+    original(scheduler)
+
+
 def _internal_state(original: Any, scheduler: Any, recv_req: Any) -> Any:
     """Add what runs and how it does to /server_info."""
     state = original(scheduler, recv_req)
@@ -116,7 +125,8 @@ def _internal_state(original: Any, scheduler: Any, recv_req: Any) -> Any:
         worker = scheduler.draft_worker
         state.internal_state["sglang_dflash"] = {
             **worker.describe(),
-            "acceptance": worker.meter.snapshot(),
+            "acceptance": worker.book.meter.snapshot(),
+            "alarms": worker.book.alarm.raised,
             "free_kv_slots": scheduler.token_to_kv_pool_allocator.available_size(),
         }
     return state

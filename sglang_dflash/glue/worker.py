@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +18,12 @@ from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.attention import install_verify_attention
 from sglang_dflash.glue.draft_model import DFlashDraftModel
-from sglang_dflash.glue.finish import meter_steps_of
+from sglang_dflash.glue.finish import keep_books_in
 from sglang_dflash.glue.host import BatchHost, Engine
+from sglang_dflash.glue.metrics import Bookkeeping
 from sglang_dflash.glue.server_args import resolve_config
 from sglang_dflash.glue.state import DFlashState
-from sglang_dflash.metrics import AcceptanceMeter
+from sglang_dflash.metrics import AcceptanceAlarm
 from sglang_dflash.step import decode_step, prefill_step
 from sglang_dflash.types import DraftContext
 
@@ -41,8 +43,10 @@ class DFlashWorker(compat.BaseSpecWorker):
             server_args, target_config=target_worker.model_runner.model_config
         )
         self.ops = kernels.choose(torch.device(self.device).type)
-        self.meter = AcceptanceMeter(self.config.block_size)
-        meter_steps_of(self.meter)
+        device_type = torch.device(self.device).type
+        alarm = AcceptanceAlarm.from_environment(os.environ, self.config.block_size)
+        self.book = Bookkeeping(self.config.block_size, device_type, alarm)
+        keep_books_in(self.book)
         compat.ModelRegistry.models["DFlashDraftModel"] = DFlashDraftModel
         bundle = compat.build_draft_tp_worker(
             server_args=server_args,
@@ -54,7 +58,13 @@ class DFlashWorker(compat.BaseSpecWorker):
             attention_backend_override=self.config.draft_backend,
         )
         self._draft_worker = bundle.draft_worker
-        self.engine = Engine(self.config, self.ops, target_worker, bundle.draft_model_runner)
+        self.engine = Engine(
+            self.config,
+            self.ops,
+            target_worker,
+            bundle.draft_model_runner,
+            clock=self.book.clock,
+        )
         self.verify_kernel = "not chosen yet"
 
     def describe(self) -> dict[str, object]:
@@ -64,6 +74,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             "sglang": compat.installed_release(),
             "ops": self.ops.name,
             "verify_attention": self.verify_kernel,
+            "alarm_below": self.book.alarm.threshold,
             **self.config.summary(),
         }
 
@@ -149,6 +160,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         )
         commit = decode_step(host, self.ops, context, buffers=self.buffers, config=self.config)
         self.engine.rows.penalties.commit(batch.reqs, commit.token_ids, commit.lens)
+        self.book.batch_step()
         return compat.GenerationBatchResult(
             logits_output=host.target_result.logits_output,
             next_token_ids=commit.token_ids.flatten(),

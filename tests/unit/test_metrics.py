@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from sglang_dflash.metrics import AcceptanceMeter
+import pytest
+
+from sglang_dflash.metrics import AcceptanceAlarm, AcceptanceMeter
 
 
 def test_meter_counts_steps_by_tokens_committed() -> None:
@@ -31,3 +33,54 @@ def test_meter_is_zero_before_the_first_step() -> None:
     snapshot = AcceptanceMeter(block_size=3).snapshot()
     assert snapshot["accept_length"] == 0.0
     assert snapshot["position_rates"] == [0.0, 0.0]
+
+
+def test_meter_tells_what_came_since() -> None:
+    meter = AcceptanceMeter(block_size=4)
+    meter.record(2, 3)
+    earlier = meter.copy()
+    meter.record(0, 1)
+    meter.record(3, 4)
+    assert earlier.histogram == [0, 0, 1, 0]
+    assert meter.since(earlier).histogram == [1, 0, 0, 1]
+    assert meter.since(earlier).accepted_at == [1, 1, 1]
+    assert "accept length 2.50 over 2 steps, 1:50% 4:50%" in meter.since(earlier).line()
+
+
+def warnings_of(alarm: AcceptanceAlarm, steps: list[tuple[int, int]]) -> list[str]:
+    found = [alarm.record(correct, correct + 1, context) for correct, context in steps]
+    return [warning for warning in found if warning is not None]
+
+
+def test_alarm_speaks_once_and_again_after_a_recovery() -> None:
+    alarm = AcceptanceAlarm(block_size=8, threshold=1.5, window=10)
+    bad, good = [(0, 100)] * 10, [(3, 100)] * 10
+    assert len(warnings_of(alarm, bad + bad + bad)) == 1
+    assert len(warnings_of(alarm, good + bad)) == 1
+    assert alarm.raised == 2
+    assert warnings_of(AcceptanceAlarm(block_size=8, threshold=0.0, window=1), bad) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "cause"),
+    [
+        ([(0, 100)] * 9 + [(1, 100)], "does not belong to this target"),
+        ([(1, 100)] * 6 + [(0, 100)] * 4, "start well and decay fast"),
+        ([(1, 100)] * 3 + [(0, 100)] * 7, "too weak"),
+        ([(3, 100)] * 3 + [(0, 9000)] * 12, "long contexts: accept length is 4.00"),
+    ],
+)
+def test_alarm_names_the_cause_by_its_signature(steps: list[tuple[int, int]], cause: str) -> None:
+    alarm = AcceptanceAlarm(block_size=8, threshold=1.9, window=len(steps))
+    [warning] = warnings_of(alarm, steps)
+    assert cause in warning
+    assert "SGLANG_DFLASH_ALARM" in warning
+
+
+def test_alarm_reads_its_switches_strictly() -> None:
+    alarm = AcceptanceAlarm.from_environment(
+        {"SGLANG_DFLASH_ALARM": "2.5", "SGLANG_DFLASH_ALARM_WINDOW": "50"}, block_size=8
+    )
+    assert (alarm.threshold, alarm.window) == (2.5, 50)
+    with pytest.raises(ValueError, match="SGLANG_DFLASH_ALARM=low is no number of at least 0"):
+        AcceptanceAlarm.from_environment({"SGLANG_DFLASH_ALARM": "low"}, block_size=8)

@@ -44,6 +44,7 @@ class CountingHost:
         self.right_until = right_until
         self.events: list[str] = []
         self.written: dict[int, float] = {}
+        self.marks = 0
 
     def slot_table(self):
         return torch.arange(2 * 64).view(2, 64)
@@ -61,6 +62,9 @@ class CountingHost:
         return TargetOutput(
             choices=block.token_ids + 1, features=block.token_ids.flatten()[:, None].float()
         )
+
+    def mark(self):
+        self.marks += 1
 
     def publish(self, new_lens):
         self.events.append(f"publish {new_lens.tolist()}")
@@ -92,6 +96,7 @@ def test_lengths_are_published_before_the_draft_kv_is_written() -> None:
     """The next step is planned from the published lengths while the write still runs."""
     host, _ = run([3, 1])
     assert host.events == ["draft", "verify", "publish [9, 9]", "write"]
+    assert host.marks == 4, "a step is timed by four marks"
 
 
 def test_draft_kv_is_written_for_committed_rows_only() -> None:

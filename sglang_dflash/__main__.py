@@ -1,0 +1,38 @@
+"""`python -m sglang_dflash doctor | report`: look at an installation, and at a running server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m sglang_dflash", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    doctor = commands.add_parser("doctor", help="is everything in place, does a pair fit?")
+    doctor.add_argument("--model-path", help="target: a folder or a name")
+    doctor.add_argument("--speculative-draft-model-path", help="drafter: a folder or a name")
+    doctor.add_argument("--mem-fraction-static", type=float, default=0.85)
+    doctor.add_argument("--gpu-memory-gb", type=float, help="plan for this card, not the one here")
+    doctor.add_argument("--trust-remote-code", action="store_true")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+
+    report = commands.add_parser("report", help="live acceptance of a running server")
+    report.add_argument("--url", default="http://127.0.0.1:30000")
+    report.add_argument("--interval", type=float, default=2.0, help="seconds between looks")
+    report.add_argument("--looks", type=int, default=0, help="stop after so many; 0 for Ctrl-C")
+    report.add_argument("--png", help="also draw a picture at the end")
+
+    options = parser.parse_args(arguments)
+    if options.command == "doctor":
+        from sglang_dflash.glue.doctor import run_doctor
+
+        return run_doctor(options)
+    from sglang_dflash.report import run_report
+
+    return run_report(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""Is everything in place, and does a pair fit: what `python -m sglang_dflash doctor` answers.
+
+Nothing is loaded: a pair is judged by its configs and the sizes of its files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sglang_dflash
+from sglang_dflash import config as cfg
+from sglang_dflash.glue import compat
+
+GIB = 2**30
+BYTES = 2  # per KV value: bf16
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. `advice` says what to do where it is not well."""
+
+    name: str
+    state: str  # ok, note or bad; bad blocks a start
+    found: str
+    advice: str = ""
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    """Print the findings; return 1 if one of them blocks a start."""
+    findings = look_at_installation()
+    plan = None
+    if options.model_path or options.speculative_draft_model_path:
+        pair_findings, plan = look_at_pair(options)
+        findings += pair_findings
+    blocked = any(finding.state == "bad" for finding in findings)
+    if options.json:
+        print(json.dumps({"findings": [asdict(f) for f in findings], "plan": plan}, indent=1))
+        return int(blocked)
+    for finding in findings:
+        print(f"{finding.state:4s}  {finding.name}: {finding.found}")
+        if finding.advice:
+            print(f"      {finding.advice}")
+    if plan is not None:
+        print("\nmemory plan")
+        for name, value in plan["memory"].items():
+            print(f"  {name}: {value}")
+        print(f"\nlaunch\n  {plan['launch']}")
+    return int(blocked)
+
+
+def look_at_installation() -> list[Finding]:
+    return [_versions(), _release(), _contract(), _plugin(), _gpu(), *_backends()]
+
+
+def _versions() -> Finding:
+    named = {"sglang-dflash": sglang_dflash.__version__, "python": platform.python_version()}
+    for package in ("torch", "triton", "transformers", "flashinfer-python"):
+        try:
+            named[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            named[package] = "absent"
+    return Finding("versions", "ok", ", ".join(f"{name} {v}" for name, v in named.items()))
+
+
+def _release() -> Finding:
+    wanted, found = compat.supported_release(), compat.installed_release()
+    if found == wanted:
+        return Finding("sglang", "ok", wanted)
+    advice = f"This release of sglang-dflash runs with SGLang {wanted}: install that."
+    return Finding("sglang", "bad", str(found or "absent"), advice)
+
+
+def _contract() -> Finding:
+    broken = compat.broken()
+    if not broken:
+        return Finding("contract", "ok", f"{len(compat.SYMBOLS)} symbols of SGLang are as expected")
+    advice = "Install the supported SGLang unchanged. " + "; ".join(broken[:5])
+    return Finding("contract", "bad", f"{len(broken)} symbols of SGLang differ", advice)
+
+
+def _plugin() -> Finding:
+    if not any(value.startswith("sglang_dflash.") for value in compat.registered_plugins()):
+        return Finding("plug-in", "bad", "not registered", "Install it: pip install --no-deps -e .")
+    if os.environ.get("SGLANG_DFLASH") == "off":
+        return Finding("plug-in", "note", "registered, and off", "SGLANG_DFLASH=off: unset it.")
+    return Finding("plug-in", "ok", "registered with SGLang")
+
+
+def _gpu() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("gpu", "note", "none that torch sees", "launch/cpu.sh serves on the CPU.")
+    card = torch.cuda.get_device_properties(0)
+    return Finding("gpu", "ok", f"{card.name}, {card.total_memory / GIB:.0f} GiB")
+
+
+def _backends() -> list[Finding]:
+    """Look for what the recommended backends import."""
+    needs = {
+        "target attention triton": "triton",
+        "draft attention fa4": "cutlass",
+        "grammar backend xgrammar": "xgrammar",
+    }
+    found = []
+    for name, module in needs.items():
+        present = importlib.util.find_spec(module) is not None
+        gpu_only = name == "draft attention fa4" and not torch.cuda.is_available()
+        state = "ok" if present else "note"
+        text = "available" if present else f"{module} is not installed"
+        advice = "" if present or gpu_only else "Install SGLang with its own requirements."
+        found.append(Finding(name, state, text, advice))
+    return found
+
+
+def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, Any] | None]:
+    """Judge a target and its drafter by their configs."""
+    target_path, draft_path = options.model_path, options.speculative_draft_model_path
+    if not target_path or not draft_path:
+        missing = "--model-path" if not target_path else "--speculative-draft-model-path"
+        return [Finding("pair", "bad", "half a pair", f"Pass {missing} as well.")], None
+    try:
+        target_config = _read(target_path, options)
+        drafter = cfg.DrafterSpec.from_config(_read(draft_path, options).to_dict(), name=draft_path)
+        target = _target_spec(target_config, target_path)
+        cfg.check_pair(drafter, target)
+    except (ValueError, OSError) as error:
+        return [Finding("pair", "bad", f"{target_path} + {draft_path}", str(error))], None
+    found = Finding(
+        "pair",
+        "ok",
+        f"{target.architecture}, {target.num_layers} layers; a drafter of {drafter.num_layers}, "
+        f"block {drafter.block_size}, features from {list(drafter.target_layer_ids)}",
+    )
+    memory, fits = plan_memory(target_config, drafter, options)
+    launch = recommend(target_path, draft_path, drafter, options)
+    return [found, fits], {"memory": memory, "launch": launch}
+
+
+def _read(path: str, options: argparse.Namespace) -> Any:
+    return compat.get_config(path, trust_remote_code=options.trust_remote_code)
+
+
+def _target_spec(config: Any, path: str) -> cfg.TargetSpec:
+    text = config.get_text_config()
+    architecture = config.architectures[0]
+    model_class, _ = compat.ModelRegistry.resolve_model_cls([architecture])
+    return cfg.TargetSpec(
+        name=path,
+        architecture=architecture,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        num_layers=text.num_hidden_layers,
+        context_len=text.max_position_embeddings,
+        delivers_features=hasattr(model_class, "set_dflash_layers_to_capture"),
+        delivers_last_layer=architecture.startswith("Gemma4"),
+    )
+
+
+def kv_bytes_per_token(text: Any) -> dict[str, int]:
+    """Return the bytes of KV that a token needs in layers of each kind, in bf16."""
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = {kind: text.num_key_value_heads for kind in set(kinds)}
+    dims = dict.fromkeys(heads, head_dim)
+    # Gemma 4: full layers have heads of their own
+    heads["full_attention"] = getattr(text, "num_global_key_value_heads", None) or heads.get(
+        "full_attention", text.num_key_value_heads
+    )
+    dims["full_attention"] = getattr(text, "global_head_dim", None) or dims.get(
+        "full_attention", head_dim
+    )
+    found: dict[str, int] = {}
+    for kind in kinds:
+        found[kind] = found.get(kind, 0) + 2 * heads[kind] * dims[kind] * BYTES
+    return found
+
+
+def weight_bytes(path: str) -> int | None:
+    """Return the size of a local checkpoint, None where there is none to measure."""
+    sizes = [file.stat().st_size for file in Path(path).glob("*.safetensors")]
+    return sum(sizes) or None
+
+
+def plan_memory(
+    target_config: Any, drafter: cfg.DrafterSpec, options: argparse.Namespace
+) -> tuple[dict[str, Any], Finding]:
+    """Return where the memory goes, and whether anything is left for KV."""
+    kv = kv_bytes_per_token(target_config.get_text_config())
+    draft_kv = drafter.num_layers * 2 * drafter.num_kv_heads * drafter.head_dim * BYTES
+    sizes = {
+        "target weights": weight_bytes(options.model_path),
+        "draft weights": weight_bytes(options.speculative_draft_model_path),
+    }
+    memory: dict[str, Any] = {
+        name: "unknown: not a local folder" if size is None else f"{size / GIB:.2f} GiB"
+        for name, size in sizes.items()
+    }
+    for kind, size in sorted(kv.items()):
+        memory[f"target KV per token, {kind}"] = f"{size} bytes"
+    memory["draft KV per token"] = f"{draft_kv} bytes"
+    total = options.gpu_memory_gb
+    if total is None and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory / GIB
+    if total is None or None in sizes.values():
+        text = "not judged: needs local weights, and a GPU or --gpu-memory-gb"
+        return memory, Finding("memory", "note", text)
+    weights = sum(size for size in sizes.values() if size is not None)
+    left = total * GIB * options.mem_fraction_static - weights
+    # sliding layers keep a window only; the full ones decide how long texts may be
+    tokens = int(left // (sum(kv.values()) + draft_kv))
+    memory["for KV"] = f"{max(left, 0) / GIB:.2f} GiB of {total:.0f} GiB"
+    memory["tokens that fit, all layers counted"] = max(tokens, 0)
+    if tokens < 1024:
+        advice = "Use a larger card, a quantised target, or a higher --mem-fraction-static."
+        return memory, Finding("memory", "bad", f"{max(tokens, 0)} tokens of KV fit", advice)
+    return memory, Finding("memory", "ok", f"{tokens} tokens of KV fit")
+
+
+def recommend(
+    target: str, draft: str, drafter: cfg.DrafterSpec, options: argparse.Namespace
+) -> str:
+    pair = f"--model-path {target} --speculative-draft-model-path {draft}"
+    common = f"--speculative-algorithm DFLASH --speculative-num-draft-tokens {drafter.block_size}"
+    if not torch.cuda.is_available():
+        return f"launch/cpu.sh {pair}"
+    return (
+        f"python -m sglang.launch_server {pair} {common} --attention-backend triton "
+        f"--speculative-draft-attention-backend fa4 --mem-fraction-static "
+        f"{options.mem_fraction_static:g} --trust-remote-code"
+    )

@@ -1,0 +1,119 @@
+"""Live acceptance of a running server, as a chart in the terminal and as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+
+BAR_WIDTH = 40
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a server said about itself at one moment."""
+
+    at: float  # seconds
+    committed: int
+    accept_length: float
+    histogram: list[int]
+    position_rates: list[float]
+    alarms: int
+
+
+def look_at(url: str) -> Look:
+    """Ask a server. Raise SystemExit with what to do where there is nothing to see."""
+    try:
+        response = requests.get(f"{url}/server_info", timeout=10)
+        response.raise_for_status()
+    except requests.RequestException as error:
+        raise SystemExit(
+            f"No SGLang server answers at {url} ({error}). Start one, or pass its --url."
+        ) from error
+    state: dict[str, Any] = response.json()["internal_states"][0]
+    if "sglang_dflash" not in state:
+        raise SystemExit(
+            f"The server at {url} runs without our DFLASH. Start it with --speculative-algorithm "
+            "DFLASH, sglang-dflash installed and SGLANG_DFLASH unset."
+        )
+    ours = state["sglang_dflash"]
+    numbers = ours["acceptance"]
+    return Look(
+        at=time.monotonic(),
+        committed=numbers["committed_tokens"],
+        accept_length=numbers["accept_length"],
+        histogram=numbers["histogram"],
+        position_rates=numbers["position_rates"],
+        alarms=ours["alarms"],
+    )
+
+
+def chart(looks: list[Look]) -> str:
+    """Return the chart of the newest look, with the rate since the one before."""
+    last = looks[-1]
+    steps = sum(last.histogram)
+    lines = [
+        f"accept length {last.accept_length:.2f} over {steps} verify steps, "
+        f"{rates(looks)[-1]:.1f} tokens/s, alarms {last.alarms}",
+        "",
+        "tokens committed per step          drafts accepted by position",
+    ]
+    most = max(last.histogram) or 1
+    # position k stands beside commits of k tokens
+    positions = [None, *last.position_rates]
+    for tokens, (count, rate) in enumerate(zip(last.histogram, positions, strict=True), start=1):
+        left = f"{tokens:3d} {'#' * round(20 * count / most):20s} {count / max(steps, 1):6.1%}"
+        right = ""
+        if rate is not None:
+            right = f"{tokens - 1:3d} {'#' * round(20 * rate):20s} {rate:6.1%}"
+        lines.append(f"{left}    {right}".rstrip())
+    return "\n".join(lines)
+
+
+def rates(looks: list[Look]) -> list[float]:
+    """Return tokens per second between looks; the first has none before it."""
+    found = [0.0]
+    for before, after in zip(looks, looks[1:], strict=False):
+        found.append((after.committed - before.committed) / max(after.at - before.at, 1e-9))
+    return found
+
+
+def draw(looks: list[Look], path: str) -> None:
+    """Draw histogram, acceptance by position, and tokens per second over time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    last = looks[-1]
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4))
+    steps = max(sum(last.histogram), 1)
+    axes[0].bar(range(1, len(last.histogram) + 1), [count / steps for count in last.histogram])
+    axes[0].set(title=f"accept length {last.accept_length:.2f}", xlabel="tokens committed per step")
+    axes[1].bar(range(1, len(last.position_rates) + 1), last.position_rates)
+    axes[1].set(title="drafts accepted", xlabel="draft position", ylim=(0, 1))
+    axes[2].plot([look.at - looks[0].at for look in looks], rates(looks))
+    axes[2].set(title="tokens per second", xlabel="seconds")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def run_report(options: argparse.Namespace) -> int:
+    looks: list[Look] = []
+    clear = "\033[H\033[2J" if sys.stdout.isatty() else ""
+    try:
+        while not options.looks or len(looks) < options.looks:
+            if looks:
+                time.sleep(options.interval)
+            looks.append(look_at(options.url))
+            print(f"{clear}{chart(looks)}\n", flush=True)
+    except KeyboardInterrupt:
+        pass
+    if options.png and looks:
+        draw(looks, options.png)
+        print(f"drawn: {options.png}")
+    return 0

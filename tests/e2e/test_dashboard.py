@@ -1,0 +1,78 @@
+"""A real Prometheus scrapes a real server, and every query of the dashboard returns data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from e2e.conftest import SHAPE
+from server import ROOT, Server, free_port
+
+OBSERVABILITY = ROOT / "launch" / "observability"
+QUERIES = {
+    (panel["title"], target["refId"]): target["expr"]
+    for panel in json.loads((OBSERVABILITY / "grafana-dashboard.json").read_text())["panels"]
+    for target in panel["targets"]
+}
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]) -> Iterator[str]:
+    if shutil.which("prometheus") is None:
+        pytest.skip("needs the prometheus program (Debian: apt install prometheus)")
+    folder: Path = tmp_path_factory.mktemp("prometheus")
+    port = free_port()
+    with Server(*SHAPE, "--enable-metrics") as server:
+        shipped = (OBSERVABILITY / "prometheus.yml").read_text()
+        assert "127.0.0.1:30000" in shipped
+        config = shipped.replace("127.0.0.1:30000", f"127.0.0.1:{server.port}")
+        (folder / "prometheus.yml").write_text(config.replace("interval: 5s", "interval: 1s"))
+        process = subprocess.Popen(
+            [
+                "prometheus",
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            # load for long enough that every rate has two samples
+            end = time.monotonic() + 12
+            while time.monotonic() < end:
+                server.generate_all(prompts[:6], max_new_tokens=40)
+            time.sleep(2)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=lambda key: " ".join(key))
+def test_every_query_of_the_dashboard_returns_data(prometheus: str, query: tuple[str, str]) -> None:
+    response = requests.get(
+        f"{prometheus}/api/v1/query", params={"query": QUERIES[query]}, timeout=20
+    )
+    result = response.json()["data"]["result"]
+    assert result, f"no data for {QUERIES[query]}"
+    values = [float(series["value"][1]) for series in result]
+    assert all(value == value for value in values), "NaN: a rate was divided by nothing"
+
+
+def test_the_dashboard_agrees_with_the_server(prometheus: str) -> None:
+    """Accept length from Prometheus is a plausible one."""
+    response = requests.get(
+        f"{prometheus}/api/v1/query",
+        params={"query": QUERIES["Accept length", "A"]},
+        timeout=20,
+    )
+    [series] = response.json()["data"]["result"]
+    assert 1.0 <= float(series["value"][1]) <= 16.0

@@ -1,0 +1,240 @@
+"""Every number about acceptance, to the last unit, with drafters of constructed acceptance."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from e2e.conftest import SCRIPTED, SHAPE
+from server import ROOT, Server
+from sglang_dflash.pairs import tiny_drafter, tiny_target
+
+BLOCK = 16
+NEW_TOKENS = 61  # one from the prompt, then sixty
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("metrics")
+
+
+@pytest.fixture(scope="module")
+def measured(plain: Server, prompts: list[list[int]], folder: Path) -> Iterator[Server]:
+    """A server with metrics, whose scripted drafters know plain decoding's answers."""
+    params = {"max_new_tokens": NEW_TOKENS + 20, "ignore_eos": True}
+    answers = plain.generate_all(prompts[:8], **params)
+    sequences = [p + a["output_ids"] for p, a in zip(prompts, answers, strict=False)]
+    (folder / "answers.json").write_text(json.dumps(sequences))
+    env = {"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(folder), "SGLANG_DFLASH_ALARM_WINDOW": "50"}
+    with Server(*SHAPE, "--enable-metrics", "--decode-log-interval", "10", env=env) as server:
+        yield server
+
+
+def scrape(server: Server) -> dict[str, float]:
+    """Return every value of ours: name and the labels that are not SGLang's -> value."""
+    text = requests.get(f"{server.url}/metrics", timeout=30).text
+    found = {}
+    for name, labels, value in re.findall(r"^sglang:dflash_(\w+)\{(.*)\} (\S+)$", text, re.M):
+        own = re.findall(r'(le|position|stage)="([^"]*)"', labels)
+        found[" ".join([name, *(f"{k}={v}" for k, v in own)])] = float(value)
+    return found
+
+
+def added(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+
+def run(server: Server, prompts: list[list[int]], kinds: list[str], **params: Any) -> list[Any]:
+    with ThreadPoolExecutor(8) as pool:
+        return list(
+            pool.map(
+                lambda i: server.generate(
+                    prompts[i], rid=f"{kinds[i]}-{i}-{params}", max_new_tokens=NEW_TOKENS, **params
+                ),
+                range(len(kinds)),
+            )
+        )
+
+
+@pytest.mark.parametrize("kinds", [["right2"], ["right2"] * 8, ["right0", "right4", "right14"]])
+def test_counters_equal_the_construction(
+    measured: Server, prompts: list[list[int]], kinds: list[str]
+) -> None:
+    """k right drafts: sixty tokens in steps of k + 1, alone and eight at a time."""
+    before = scrape(measured)
+    answers = run(measured, prompts, kinds, ignore_eos=True)
+    found = added(before, scrape(measured))
+    right = [int(kind.removeprefix("right")) for kind in kinds]
+    steps = [60 // (k + 1) for k in right]
+    assert found["verify_steps_total"] == sum(steps)
+    assert found["drafted_tokens_total"] == sum(steps) * (BLOCK - 1)
+    assert found["accepted_tokens_total"] == sum(n * k for n, k in zip(steps, right, strict=True))
+    assert found["committed_tokens_total"] == 60 * len(kinds)
+    for position in range(1, BLOCK):
+        expected = sum(n for n, k in zip(steps, right, strict=True) if k >= position)
+        assert found[f"accepted_at_position_total position={position}"] == expected
+    for bucket in range(1, BLOCK + 1):
+        expected = sum(n for n, k in zip(steps, right, strict=True) if k + 1 <= bucket)
+        assert found[f"committed_tokens_per_step_bucket le={bucket}.0"] == expected
+    assert found["committed_tokens_per_step_sum"] == 60 * len(kinds)
+    for answer, n, k in zip(answers, steps, right, strict=True):
+        assert answer["meta_info"]["dflash"] == {
+            "accept_length": 60 / n,
+            "verify_steps": n,
+            "drafted_tokens": n * (BLOCK - 1),
+            "accepted_tokens": n * k,
+            "accepted_histogram": [0] * k + [n],
+        }
+
+
+def test_nothing_past_a_stop_is_counted(
+    measured: Server, prompts: list[list[int]], folder: Path
+) -> None:
+    """A stop inside a block: in-tree counts the whole block."""
+    answer = json.loads((folder / "answers.json").read_text())[3][len(prompts[3]) :]
+    # the first token that did not occur before, some way into the answer
+    at = next(i for i in range(9, 40) if answer[i] not in answer[:i])
+    before = scrape(measured)
+    found = measured.generate(
+        prompts[3],
+        rid="right14-stop",
+        max_new_tokens=NEW_TOKENS,
+        stop_token_ids=[answer[at]],
+        ignore_eos=False,
+    )
+    tokens = len(found["output_ids"])
+    assert tokens <= at + 1
+    gained = added(before, scrape(measured))
+    assert gained["committed_tokens_total"] == tokens - 1
+    assert gained["accepted_tokens_total"] == found["meta_info"]["dflash"]["accepted_tokens"]
+    assert gained["accepted_tokens_total"] <= tokens - 1
+
+
+def test_an_aborted_request_counts_what_it_received(
+    measured: Server, prompts: list[list[int]]
+) -> None:
+    before = scrape(measured)
+    body = {
+        "input_ids": prompts[5],
+        "rid": "right3-abort",
+        "sampling_params": {"temperature": 0, "max_new_tokens": 70, "ignore_eos": True},
+        "stream": True,
+    }
+    with requests.post(f"{measured.url}/generate", json=body, stream=True, timeout=60) as response:
+        for seen, _ in enumerate(response.iter_lines()):
+            if seen == 4:
+                break
+    # the next request flushes what the aborted one left
+    run(measured, prompts, ["right2"], ignore_eos=True)
+    gained = added(before, scrape(measured))
+    steps = gained["verify_steps_total"] - 20
+    assert steps >= 1
+    assert gained["committed_tokens_total"] == 60 + 4 * steps
+
+
+def test_stages_are_timed_and_the_log_speaks(measured: Server, prompts: list[list[int]]) -> None:
+    before = scrape(measured)
+    run(measured, prompts, ["right2"], ignore_eos=True)
+    gained = added(before, scrape(measured))
+    assert gained["timed_steps_total"] >= 15
+    for stage in ("draft", "verify", "commit"):
+        assert gained[f"stage_seconds_total stage={stage}"] > 0
+    assert re.search(r"DFLASH: accept length \d+\.\d\d over \d+ steps, 1:\d+%", measured.log())
+
+
+def test_low_acceptance_raises_one_alarm_with_its_cause(
+    measured: Server, prompts: list[list[int]]
+) -> None:
+    before = measured.state()["sglang_dflash"]["alarms"]
+    run(measured, prompts, ["wrong"] * 8, ignore_eos=True)
+    assert measured.state()["sglang_dflash"]["alarms"] == before + 1
+    assert "DFLASH accepts little" in measured.log()
+    assert "does not belong to this target" in measured.log()
+    assert scrape(measured)["alarms_total"] == before + 1
+
+
+def test_acceptance_is_reachable_through_the_openai_client(measured: Server) -> None:
+    chat = measured.client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "What is 5 + 6?"}],
+        max_tokens=40,
+        extra_body={"return_meta_info": True},
+    )
+    numbers = chat.choices[0].meta_info["dflash"]
+    assert numbers["verify_steps"] >= 1
+    steps = numbers["verify_steps"]
+    assert numbers["accept_length"] * steps == pytest.approx(chat.usage.completion_tokens - 1)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_dflash", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+
+
+def test_report_charts_a_running_server(measured: Server, folder: Path) -> None:
+    picture = folder / "report.png"
+    shown = command(
+        "report", "--url", measured.url, "--looks", "2", "--interval", "0.2", "--png", str(picture)
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert re.search(r"accept length \d\.\d\d over \d+ verify steps", shown.stdout)
+    assert "drafts accepted by position" in shown.stdout
+    assert picture.stat().st_size > 5000
+
+
+def test_report_says_what_is_wrong(plain: Server) -> None:
+    assert "runs without our DFLASH" in command("report", "--url", plain.url).stderr
+    assert "No SGLang server answers" in command("report", "--url", "http://127.0.0.1:9").stderr
+
+
+def test_doctor_finds_a_good_pair_well() -> None:
+    shown = command(
+        "doctor",
+        *("--model-path", tiny_target(), "--speculative-draft-model-path", tiny_drafter()),
+        *("--gpu-memory-gb", "80", "--json"),
+    )
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    told = json.loads(shown.stdout)
+    assert {f["state"] for f in told["findings"]} <= {"ok", "note"}
+    # 8 layers of 2 heads of 64, keys and values, two bytes each; the drafter has 2 such layers
+    assert told["plan"]["memory"]["target KV per token, full_attention"] == "4096 bytes"
+    assert told["plan"]["memory"]["draft KV per token"] == "1024 bytes"
+    assert "--speculative-draft-model-path" in told["plan"]["launch"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--model-path", str(tiny_target())), "Pass --speculative-draft-model-path as well"),
+        (
+            ("--model-path", str(tiny_target()), "--speculative-draft-model-path", "/nowhere"),
+            "/nowhere",
+        ),
+        (
+            (
+                *("--model-path", str(tiny_target())),
+                *("--speculative-draft-model-path", str(tiny_drafter())),
+                *("--gpu-memory-gb", "0.001"),
+            ),
+            "Use a larger card",
+        ),
+    ],
+)
+def test_doctor_blocks_what_would_not_start(arguments: tuple[str, ...], reason: str) -> None:
+    shown = command("doctor", *arguments)
+    assert shown.returncode == 1
+    assert reason in shown.stdout
