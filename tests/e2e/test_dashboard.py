@@ -23,6 +23,18 @@ QUERIES = {
 }
 
 
+def scrapes(port: int) -> int:
+    """Return how many scrapes Prometheus holds."""
+    url = f"http://127.0.0.1:{port}/api/v1/query"
+    steps = '{__name__=~"sglang[:_]dflash_verify_steps_total"}'
+    query = {"query": f"count_over_time({steps}[2m])"}
+    try:
+        result = requests.get(url, params=query, timeout=10).json()["data"]["result"]
+    except requests.RequestException:
+        return 0
+    return max((int(series["value"][1]) for series in result), default=0)
+
+
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]) -> Iterator[str]:
     if shutil.which("prometheus") is None:
@@ -33,7 +45,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]
         shipped = (OBSERVABILITY / "prometheus.yml").read_text()
         assert "127.0.0.1:30000" in shipped
         config = shipped.replace("127.0.0.1:30000", f"127.0.0.1:{server.port}")
-        (folder / "prometheus.yml").write_text(config.replace("interval: 5s", "interval: 1s"))
+        (folder / "prometheus.yml").write_text(config.replace("interval: 5s", "interval: 3s"))
         process = subprocess.Popen(
             [
                 "prometheus",
@@ -45,11 +57,11 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]
             stderr=subprocess.DEVNULL,
         )
         try:
-            # load for long enough that every rate has two samples
-            end = time.monotonic() + 12
-            while time.monotonic() < end:
-                server.generate_all(prompts[:6], max_new_tokens=40)
-            time.sleep(2)
+            # load until every rate has its two samples; a busy CPU answers a scrape late
+            end = time.monotonic() + 60
+            while time.monotonic() < end and scrapes(port) < 4:
+                server.generate_all(prompts[:3], max_new_tokens=40)
+                time.sleep(0.5)
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
