@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from sglang_dflash.train.data import sample_prompts
 # short context and small chunks, so that both are reached within seconds
 SHAPE = ("--context-length", "512", "--chunked-prefill-size", "64", "--max-total-tokens", "8192")
 SCRIPTED = str(ROOT / "tests" / "plugins")
+METERED_TOKENS = 61  # one from the prompt, then sixty
 
 
 def start_together(*servers: Server) -> list[Server]:
@@ -80,3 +82,24 @@ def prompts(tokenizer: PreTrainedTokenizerBase, questions: list[str]) -> list[li
         )
         for question in questions
     ]
+
+
+@pytest.fixture(scope="session")
+def metered_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("metrics")
+
+
+@pytest.fixture(scope="session")
+def measured(plain: Server, prompts: list[list[int]], metered_folder: Path) -> Iterator[Server]:
+    """A server with metrics, whose scripted drafters know plain decoding's answers."""
+    params = {"max_new_tokens": METERED_TOKENS + 20, "ignore_eos": True}
+    answers = plain.generate_all(prompts[:8], **params)
+    sequences = [p + a["output_ids"] for p, a in zip(prompts, answers, strict=False)]
+    (metered_folder / "answers.json").write_text(json.dumps(sequences))
+    env = {
+        "PYTHONPATH": SCRIPTED,
+        "SCRIPT_FOLDER": str(metered_folder),
+        "SGLANG_DFLASH_ALARM_WINDOW": "50",
+    }
+    with Server(*SHAPE, "--enable-metrics", "--decode-log-interval", "10", env=env) as server:
+        yield server

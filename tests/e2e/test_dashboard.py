@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import requests
 
-from e2e.conftest import SHAPE
 from server import ROOT, Server, free_port
 
 OBSERVABILITY = ROOT / "launch" / "observability"
@@ -36,36 +35,37 @@ def scrapes(port: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def prometheus(tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]) -> Iterator[str]:
+def prometheus(
+    measured: Server, tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]
+) -> Iterator[str]:
     if shutil.which("prometheus") is None:
         pytest.skip("needs the prometheus program (Debian: apt install prometheus)")
     folder: Path = tmp_path_factory.mktemp("prometheus")
     port = free_port()
-    with Server(*SHAPE, "--enable-metrics") as server:
-        shipped = (OBSERVABILITY / "prometheus.yml").read_text()
-        assert "127.0.0.1:30000" in shipped
-        config = shipped.replace("127.0.0.1:30000", f"127.0.0.1:{server.port}")
-        (folder / "prometheus.yml").write_text(config.replace("interval: 5s", "interval: 3s"))
-        process = subprocess.Popen(
-            [
-                "prometheus",
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            # load until every rate has its two samples; a busy CPU answers a scrape late
-            end = time.monotonic() + 60
-            while time.monotonic() < end and scrapes(port) < 4:
-                server.generate_all(prompts[:3], max_new_tokens=40)
-                time.sleep(0.5)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait(20)
+    shipped = (OBSERVABILITY / "prometheus.yml").read_text()
+    assert "127.0.0.1:30000" in shipped
+    config = shipped.replace("127.0.0.1:30000", f"127.0.0.1:{measured.port}")
+    (folder / "prometheus.yml").write_text(config.replace("interval: 5s", "interval: 3s"))
+    process = subprocess.Popen(
+        [
+            "prometheus",
+            f"--config.file={folder / 'prometheus.yml'}",
+            f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        # load until every rate has its two samples; a busy CPU answers a scrape late
+        end = time.monotonic() + 60
+        while time.monotonic() < end and scrapes(port) < 4:
+            measured.generate_all(prompts[:3], max_new_tokens=40)
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(20)
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda key: " ".join(key))

@@ -1,0 +1,37 @@
+"""What the doctor says about this installation, and about pairs that fit or do not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sglang_dflash.__main__ import main
+from sglang_dflash.pairs import tiny_drafter, tiny_target
+
+PAIR = ["--model-path", str(tiny_target()), "--speculative-draft-model-path", str(tiny_drafter())]
+
+
+def test_doctor_finds_a_good_pair_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *PAIR, "--gpu-memory-gb", "80", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {f["state"] for f in told["findings"]} <= {"ok", "note"}
+    # 8 layers of 2 heads of 64, keys and values, two bytes each; the drafter has 2 such layers
+    assert told["plan"]["memory"]["target KV per token, full_attention"] == "4096 bytes"
+    assert told["plan"]["memory"]["draft KV per token"] == "1024 bytes"
+    assert "--speculative-draft-model-path" in told["plan"]["launch"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (PAIR[:2], "Pass --speculative-draft-model-path as well"),
+        ([*PAIR[:3], "/nowhere"], "/nowhere"),
+        ([*PAIR, "--gpu-memory-gb", "0.001"], "Use a larger card"),
+    ],
+)
+def test_doctor_blocks_what_would_not_start(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *arguments]) == 1
+    assert reason in capsys.readouterr().out
