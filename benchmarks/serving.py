@@ -44,7 +44,9 @@ PROFILED_STEPS = 10
 class Serving:
     """One system's server, from start to stop."""
 
-    def __init__(self, system: str, options: argparse.Namespace) -> None:
+    def __init__(
+        self, system: str, options: argparse.Namespace, switches: dict[str, str] | None = None
+    ) -> None:
         command = [sys.executable, "-m", "sglang.launch_server", "--port", str(PORT)]
         command += ["--model-path", options.model_path, "--trust-remote-code"]
         command += ["--attention-backend", options.attention_backend, "--skip-server-warmup"]
@@ -58,6 +60,7 @@ class Serving:
             env["SGLANG_DFLASH"] = "on" if system == "ours" else "off"
             if options.simulate_accept_length:
                 env["SGLANG_SIMULATE_ACC_LEN"] = str(options.simulate_accept_length)
+        env |= switches or {}
         self.command = [*command, *options.server_args]
         handle, name = tempfile.mkstemp(suffix=f"-{system}.log")
         self.log = Path(name)
@@ -289,13 +292,23 @@ def provenance(options: argparse.Namespace) -> dict[str, Any]:
 
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": recorded_command(),
         "commit": options.commit or git.stdout.strip() or None,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "sglang": version("sglang"),
     }
+
+
+def recorded_command() -> str:
+    """Return the command without where its results and logs went."""
+    kept, skip = [], False
+    for word in sys.argv:
+        if not skip and word not in ("--out", "--logs"):
+            kept.append(word)
+        skip = word in ("--out", "--logs")
+    return " ".join(["python", *kept])
 
 
 def rates(results: dict[str, Any]) -> dict[tuple[str, int, int], dict[str, dict[str, Any]]]:

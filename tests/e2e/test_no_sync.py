@@ -1,0 +1,28 @@
+"""A decode step never waits for the GPU: tests/plugins/sync_debug.py makes waiting an error."""
+
+from __future__ import annotations
+
+import pytest
+
+from e2e.conftest import SHAPE
+from server import Server
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("plan_stream", ["0", "1"])
+def test_a_decode_step_does_not_wait_for_the_device(
+    prompts: list[list[int]], plan_stream: str
+) -> None:
+    env = {
+        "NATIVE_OPS": "0",
+        "SYNC_DEBUG": "1",
+        "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": plan_stream,
+    }
+    # as it is deployed: bf16, triton target, fa4 drafter
+    half = (*SHAPE, "--dtype", "bfloat16", "--speculative-draft-attention-backend", "fa4")
+    with Server(*half, env=env) as server:
+        for params in ({"temperature": 0}, {"temperature": 1.0, "top_p": 0.95, "top_k": 64}):
+            found = server.generate_all(prompts[:8], max_new_tokens=60, **params)
+            assert all(answer["output_ids"] for answer in found)
+        assert "overlap scheduling is on" in server.log()
