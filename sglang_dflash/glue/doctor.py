@@ -20,6 +20,7 @@ import torch
 import sglang_dflash
 from sglang_dflash import config as cfg
 from sglang_dflash.glue import compat
+from sglang_dflash.glue.server_args import describe_target
 
 GIB = 2**30
 BYTES = 2  # per KV value: bf16
@@ -130,7 +131,7 @@ def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, 
     try:
         target_config = _read(target_path, options)
         drafter = cfg.DrafterSpec.from_config(_read(draft_path, options).to_dict(), name=draft_path)
-        target = _target_spec(target_config, target_path)
+        target = describe_target(target_config, name=target_path)
         cfg.check_pair(drafter, target)
     except (ValueError, OSError) as error:
         return [Finding("pair", "bad", f"{target_path} + {draft_path}", str(error))], None
@@ -147,22 +148,6 @@ def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, 
 
 def _read(path: str, options: argparse.Namespace) -> Any:
     return compat.get_config(path, trust_remote_code=options.trust_remote_code)
-
-
-def _target_spec(config: Any, path: str) -> cfg.TargetSpec:
-    text = config.get_text_config()
-    architecture = config.architectures[0]
-    model_class, _ = compat.ModelRegistry.resolve_model_cls([architecture])
-    return cfg.TargetSpec(
-        name=path,
-        architecture=architecture,
-        hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
-        num_layers=text.num_hidden_layers,
-        context_len=text.max_position_embeddings,
-        delivers_features=hasattr(model_class, "set_dflash_layers_to_capture"),
-        delivers_last_layer=architecture.startswith("Gemma4"),
-    )
 
 
 def kv_bytes_per_token(text: Any) -> dict[str, int]:

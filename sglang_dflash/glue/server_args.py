@@ -109,17 +109,24 @@ def read_drafter(server_args: Any) -> cfg.DrafterSpec:
 
 
 def target_spec(model_config: Any) -> cfg.TargetSpec:
-    """Return what a drafter must know of the target."""
-    architecture = model_config.hf_config.architectures[0]
+    """Return what a drafter must know of the target that a server loads."""
+    return describe_target(
+        model_config.hf_config, name=model_config.model_path, context_len=model_config.context_len
+    )
+
+
+def describe_target(config: Any, *, name: str, context_len: int | None = None) -> cfg.TargetSpec:
+    """Return what a drafter must know of a target, from its config alone."""
+    architecture = config.architectures[0]
     model_class, _ = compat.ModelRegistry.resolve_model_cls([architecture])
-    text_config = model_config.hf_text_config
+    text_config = config.get_text_config()
     return cfg.TargetSpec(
-        name=model_config.model_path,
+        name=name,
         architecture=architecture,
         hidden_size=text_config.hidden_size,
         vocab_size=text_config.vocab_size,
         num_layers=text_config.num_hidden_layers,
-        context_len=model_config.context_len,
+        context_len=context_len or text_config.max_position_embeddings,
         delivers_features=hasattr(model_class, "set_dflash_layers_to_capture"),
         # the others capture a layer's output as the next layer's input
         delivers_last_layer=architecture.startswith("Gemma4"),
