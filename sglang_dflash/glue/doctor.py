@@ -147,25 +147,40 @@ def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, 
 
 
 def _read(path: str, options: argparse.Namespace) -> Any:
-    return compat.get_config(path, trust_remote_code=options.trust_remote_code)
+    try:
+        return compat.get_config(path, trust_remote_code=options.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{path} cannot be read: {reason} Pass a local folder or a name you have access to; "
+            "a gated model needs its licence accepted and HF_TOKEN set."
+        ) from error
 
 
 def kv_bytes_per_token(text: Any) -> dict[str, int]:
     """Return the bytes of KV that a token needs in layers of each kind, in bf16."""
+
+    def first(*names: str) -> int:
+        values = (getattr(text, name, None) for name in names)
+        return next((value for value in values if value), 0)
+
+    plain_dim = first("head_dim") or text.hidden_size // text.num_attention_heads
+    # Gemma 4's kinds differ in heads and dims, under names of its own
+    shapes = {
+        "full_attention": (
+            first("num_global_key_value_heads", "num_key_value_heads"),
+            first("global_head_dim") or plain_dim,
+        ),
+        "sliding_attention": (
+            first("swa_num_key_value_heads", "num_key_value_heads"),
+            first("swa_head_dim") or plain_dim,
+        ),
+    }
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = {kind: text.num_key_value_heads for kind in set(kinds)}
-    dims = dict.fromkeys(heads, head_dim)
-    # Gemma 4: full layers have heads of their own
-    heads["full_attention"] = getattr(text, "num_global_key_value_heads", None) or heads.get(
-        "full_attention", text.num_key_value_heads
-    )
-    dims["full_attention"] = getattr(text, "global_head_dim", None) or dims.get(
-        "full_attention", head_dim
-    )
     found: dict[str, int] = {}
     for kind in kinds:
-        found[kind] = found.get(kind, 0) + 2 * heads[kind] * dims[kind] * BYTES
+        heads, dim = shapes[kind]
+        found[kind] = found.get(kind, 0) + 2 * heads * dim * BYTES
     return found
 
 

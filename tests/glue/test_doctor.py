@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from server import ROOT
 from sglang_dflash.__main__ import main
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 
@@ -26,7 +27,7 @@ def test_doctor_finds_a_good_pair_well(capsys: pytest.CaptureFixture[str]) -> No
     ("arguments", "reason"),
     [
         (PAIR[:2], "Pass --speculative-draft-model-path as well"),
-        ([*PAIR[:3], "/nowhere"], "/nowhere"),
+        ([*PAIR[:3], "/nowhere"], "/nowhere cannot be read"),
         ([*PAIR, "--gpu-memory-gb", "0.001"], "Use a larger card"),
     ],
 )
@@ -35,3 +36,14 @@ def test_doctor_blocks_what_would_not_start(
 ) -> None:
     assert main(["doctor", *arguments]) == 1
     assert reason in capsys.readouterr().out
+
+
+def test_kv_of_gemma_4_is_counted_by_kind_of_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    """31B: 50 sliding layers of 16 heads of 256, 10 full ones of 4 heads of 512."""
+    shapes = ROOT / "benchmarks" / "shapes"
+    pair = ["--model-path", str(shapes / "gemma4-31b")]
+    pair += ["--speculative-draft-model-path", str(shapes / "gemma4-31b-draft")]
+    assert main(["doctor", *pair, "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["plan"]["memory"]
+    assert memory["target KV per token, sliding_attention"] == f"{50 * 2 * 16 * 256 * 2} bytes"
+    assert memory["target KV per token, full_attention"] == f"{10 * 2 * 4 * 512 * 2} bytes"

@@ -1,0 +1,75 @@
+"""Ask a server on port 30000 through the `openai` client, streaming, and show its acceptance.
+
+python launch/client.py "Why is the sky blue?" [--no-thinking] [--url URL]
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import openai
+import requests
+
+
+def ask(client: openai.OpenAI, question: str, *, thinking: bool, max_tokens: int) -> str:
+    """Print an answer as it comes and return it; what the model thinks first comes first."""
+    stream = client.chat.completions.create(
+        model=client.models.list().data[0].id,
+        messages=[{"role": "user", "content": question}],
+        max_tokens=max_tokens,
+        stream=True,
+        extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
+    )
+    text = ""
+    for chunk in stream:
+        if not chunk.choices:
+            continue
+        delta: Any = chunk.choices[0].delta
+        piece = (getattr(delta, "reasoning_content", None) or "") + (delta.content or "")
+        text += piece
+        print(piece, end="", flush=True)
+    print()
+    return text
+
+
+def acceptance(url: str) -> dict[str, Any] | None:
+    """Return the server's counts, None where our DFLASH does not run."""
+    response = requests.get(f"{url}/server_info", timeout=30)
+    response.raise_for_status()
+    ours = response.json()["internal_states"][0].get("sglang_dflash")
+    return ours and ours["acceptance"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("question")
+    parser.add_argument("--url", default="http://127.0.0.1:30000")
+    parser.add_argument("--no-thinking", action="store_true")
+    parser.add_argument("--max-tokens", type=int, default=2048)
+    options = parser.parse_args()
+    try:
+        before = acceptance(options.url)
+    except requests.RequestException as error:
+        raise SystemExit(
+            f"No server answers at {options.url} ({error}). Start one first."
+        ) from None
+    client = openai.OpenAI(base_url=f"{options.url}/v1", api_key="none")
+    ask(
+        client,
+        options.question,
+        thinking=not options.no_thinking,
+        max_tokens=options.max_tokens,
+    )
+    after = acceptance(options.url)
+    if before is None or after is None:
+        print("\nserved without our DFLASH: no acceptance to show")
+        return
+    steps = after["verify_steps"] - before["verify_steps"]
+    tokens = after["committed_tokens"] - before["committed_tokens"]
+    # the server's counts, so right while it serves nobody else
+    print(f"\naccept length {tokens / max(steps, 1):.2f}: {tokens} tokens in {steps} verify steps")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Gemma 4 26B-A4B, a mixture of experts: 48 GiB of weights, fits an 80 GB card.
+set -euo pipefail
+exec "$(dirname "${BASH_SOURCE[0]}")/serve.sh" \
+  "${TARGET:-google/gemma-4-26B-A4B-it}" "${DRAFTER:-z-lab/gemma-4-26B-A4B-it-DFlash}" --swa-full-tokens-ratio 0.2 "$@"
