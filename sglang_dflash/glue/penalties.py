@@ -28,8 +28,8 @@ def is_penalised(req: Any) -> bool:
 
 @dataclass
 class Sums:
-    """What the tokens of p requests add up to. `subtract` holds frequency and presence apart, so
-    that each is summed in the order in which plain decoding sums it."""
+    """What the tokens of p requests add up to, frequency and presence apart, each summed in the
+    order in which plain decoding sums it."""
 
     frequency: Tensor  # [p, V], subtracted
     presence: Tensor  # [p, V], subtracted
@@ -125,10 +125,9 @@ class PenaltyTable:
         lens: Tensor,  # [b], position of the anchor
     ) -> None:
         """Penalise each row as if the drafts before it had been generated."""
-        which, chosen, sums, rates = self._select(reqs)
-        if not which:
+        chosen, at, sums, rates = self._select(reqs)
+        if not chosen:
             return
-        at = torch.tensor(which).to(self._device, non_blocking=True)
         stops = _stop_penalties(chosen, self._vocab_size, self._device)
         generated = lens[at][:, None] - rates.prompt_lens + 1
         for row in range(token_ids.shape[1]):
@@ -143,22 +142,23 @@ class PenaltyTable:
 
     def commit(self, reqs: Sequence[Any], token_ids: Tensor, commit_lens: Tensor) -> None:
         """Take in the tokens that a step has committed, [b, B] with `commit_lens` [b]."""
-        which, _, sums, rates = self._select(reqs)
-        if not which:
+        chosen, at, sums, rates = self._select(reqs)
+        if not chosen:
             return
-        at = torch.tensor(which).to(self._device, non_blocking=True)
         for column in range(token_ids.shape[1]):
             sums.add(token_ids[at, column], rates, counts=column < commit_lens[at])
-        for i, part in zip(which, sums.split(), strict=True):
-            self._sums[reqs[i].req_pool_idx] = part
+        for req, part in zip(chosen, sums.split(), strict=True):
+            self._sums[req.req_pool_idx] = part
 
-    def _select(self, reqs: Sequence[Any]) -> tuple[list[int], list[Any], Any, Any]:
+    def _select(self, reqs: Sequence[Any]) -> tuple[list[Any], Any, Any, Any]:
+        """Return the penalised requests, their rows in the batch, their sums and rates."""
         which = [i for i, req in enumerate(reqs) if is_penalised(req)]
         if not which:
-            return [], [], None, None
+            return [], None, None, None
         chosen = [reqs[i] for i in which]
+        at = torch.tensor(which).to(self._device, non_blocking=True)
         sums = Sums.stack([self._sums[req.req_pool_idx] for req in chosen])
-        return which, chosen, sums, Rates.of(chosen, self._device)
+        return chosen, at, sums, Rates.of(chosen, self._device)
 
 
 def _stop_penalties(reqs: Sequence[Any], vocab_size: int, device: Any) -> Tensor:

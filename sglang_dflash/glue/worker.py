@@ -42,8 +42,8 @@ class DFlashWorker(compat.BaseSpecWorker):
         self.config: DFlashConfig = resolve_config(
             server_args, target_config=target_worker.model_runner.model_config
         )
-        self.ops = kernels.choose(torch.device(self.device).type)
         device_type = torch.device(self.device).type
+        self.ops = kernels.choose(device_type)
         alarm = AcceptanceAlarm.from_environment(os.environ, self.config.block_size)
         self.book = Bookkeeping(self.config.block_size, device_type, alarm)
         keep_books_in(self.book)
