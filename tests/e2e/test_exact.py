@@ -234,11 +234,12 @@ def test_aborts_in_mid_stream_leave_the_others_alone(
     assert found == expected
 
 
-def test_seedless_sampling_stays_in_the_top_k(dflash: Server, prompts: list[list[int]]) -> None:
+def test_seedless_sampling_samples(dflash: Server, prompts: list[list[int]]) -> None:
     """temperature > 0 really samples (in-tree turns it into greedy on a CPU)."""
-    params = {"temperature": 1.5, "top_k": 50, "max_new_tokens": 40, "ignore_eos": True}
+    # so hot that 40 draws from 50 tokens never come out alike
+    params = {"temperature": 50, "top_k": 50, "max_new_tokens": 40, "ignore_eos": True}
     texts = {tuple(dflash.generate(prompts[0], **params)["output_ids"]) for _ in range(4)}
-    assert len(texts) > 1
+    assert len(texts) == 4
 
 
 def test_nothing_leaks(pair: tuple[Server, Server]) -> None:
