@@ -10,10 +10,10 @@ Takes the arguments of benchmarks/serving.py. Writes OUT.json and OUT.md.
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
-from serving import Serving, draw_prompts, measure, parse, profile, provenance, run_batch
+import systems
+from serving import draw_prompts, measure, parse, profile, run_batch, serve
 
 SETTINGS = {
     "off": {"SGLANG_ENABLE_DFLASH_SPEC_V2": "0", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "0"},
@@ -27,7 +27,7 @@ SETTINGS = {
 
 def run_setting(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one row per number of requests."""
-    server = Serving("ours", options, SETTINGS[name])
+    server = serve("ours", options, SETTINGS[name])
     rows = []
     try:
         server.wait()
@@ -65,11 +65,8 @@ def main() -> None:
     rows = [row for name in SETTINGS for row in run_setting(name, options)]
     print(table(rows))
     if options.out:
-        found = {**provenance(options), "rows": rows}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-        about = f"`{found['command']}`, {found['gpu']}, commit {found['commit']}"
-        options.out.with_suffix(".md").write_text(f"{about}\n\n{table(rows)}\n")
+        found = {**systems.provenance(options.commit), "rows": rows}
+        systems.write(found, options.out, table(rows))
 
 
 if __name__ == "__main__":

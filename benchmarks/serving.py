@@ -12,118 +12,59 @@ Arguments that this script does not know go to the servers.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import random
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import requests
+import systems
+from systems import SAMPLING, SYSTEMS, Serving, decode_rate, draw_prompts
 from trace_split import report, split
 
 PORT = 30000
 URL = f"http://127.0.0.1:{PORT}"
-START_TIMEOUT_S = 420
-SYSTEMS = ("plain", "in-tree", "ours")
-SAMPLING = {
-    "greedy": {"temperature": 0.0},
-    "sampled": {"temperature": 1.0, "top_p": 0.95, "top_k": 64},
-}
 PROFILED_STEPS = 10
 
 
-class Serving:
-    """One system's server, from start to stop."""
-
-    def __init__(
-        self, system: str, options: argparse.Namespace, switches: dict[str, str] | None = None
-    ) -> None:
-        command = [sys.executable, "-m", "sglang.launch_server", "--port", str(PORT)]
-        command += ["--model-path", options.model_path, "--trust-remote-code"]
-        command += ["--attention-backend", options.attention_backend, "--skip-server-warmup"]
-        command += ["--load-format", options.load_format, "--skip-tokenizer-init"]
-        env = dict(os.environ)
-        if system != "plain":
-            command += ["--speculative-algorithm", "DFLASH"]
-            command += ["--speculative-draft-model-path", options.draft_model_path]
-            command += ["--speculative-num-draft-tokens", str(options.block_size)]
-            command += ["--speculative-draft-attention-backend", options.draft_backend]
-            env["SGLANG_DFLASH"] = "on" if system == "ours" else "off"
-            if options.simulate_accept_length:
-                env["SGLANG_SIMULATE_ACC_LEN"] = str(options.simulate_accept_length)
-        env |= switches or {}
-        self.command = [*command, *options.server_args]
-        handle, name = tempfile.mkstemp(suffix=f"-{system}.log")
-        self.log = Path(name)
-        self._start = time.monotonic()
-        self._process = subprocess.Popen(
-            self.command, stdout=handle, stderr=subprocess.STDOUT, env=env, start_new_session=True
-        )
-        os.close(handle)
-
-    def wait(self) -> float:
-        """Return the seconds it took until the server answered."""
-        while time.monotonic() - self._start < START_TIMEOUT_S:
-            if self._process.poll() is not None:
-                raise RuntimeError(f"server ended:\n{self.log.read_text()[-3000:]}")
-            with contextlib.suppress(requests.RequestException):
-                if requests.get(f"{URL}/health", timeout=5).ok:
-                    return time.monotonic() - self._start
-            time.sleep(1)
-        raise RuntimeError(f"no answer in time:\n{self.log.read_text()[-3000:]}")
-
-    def stop(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-
-def generate(ids: list[int], new_tokens: int, sampling: str) -> dict[str, Any]:
-    params = {**SAMPLING[sampling], "max_new_tokens": new_tokens, "ignore_eos": True}
-    body = {"input_ids": ids, "sampling_params": params}
-    response = requests.post(f"{URL}/generate", json=body, timeout=600)
-    response.raise_for_status()
-    return response.json()
-
-
-def draw_prompts(num_requests: int, context: int, seed: object) -> list[list[int]]:
-    chance = random.Random(f"{seed} {num_requests} {context}")
-    return [[chance.randrange(1000, 50000) for _ in range(context)] for _ in range(num_requests)]
+def serve(
+    system: str, options: argparse.Namespace, switches: dict[str, str] | None = None
+) -> Serving:
+    """Start one system's server; `switches` are further environment variables."""
+    command = [sys.executable, "-m", "sglang.launch_server", "--port", str(PORT)]
+    command += ["--model-path", options.model_path, "--trust-remote-code"]
+    command += ["--attention-backend", options.attention_backend, "--skip-server-warmup"]
+    command += ["--load-format", options.load_format, "--skip-tokenizer-init"]
+    if system != "plain":
+        command += ["--speculative-algorithm", "DFLASH"]
+        command += ["--speculative-draft-model-path", options.draft_model_path]
+        command += ["--speculative-num-draft-tokens", str(options.block_size)]
+        command += ["--speculative-draft-attention-backend", options.draft_backend]
+    env = systems.switches(system, options.simulate_accept_length) | (switches or {})
+    return Serving(system, [*command, *options.server_args], env=env, port=PORT)
 
 
 def run_batch(
     prompts: list[list[int]], new_tokens: int, sampling: str
 ) -> tuple[float, list[dict[str, Any]]]:
-    """Return how long a batch takes, all started together, and its answers."""
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        start = time.monotonic()
-        answers = list(pool.map(lambda ids: generate(ids, new_tokens, sampling), prompts))
-        return time.monotonic() - start, answers
+    return systems.run_batch(URL, prompts, new_tokens, sampling)
 
 
 def measure(
     num_requests: int, context: int, sampling: str, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Return the decode rate of one point, from the better of the tries at each length."""
-    short, long = options.lengths
-    seconds, answers = {}, []
-    for length in (short, long):
-        tries = []
-        for repeat in range(options.repeats):
-            prompts = draw_prompts(num_requests, context, f"{repeat} {length}")
-            taken, answers = run_batch(prompts, length, sampling)
-            tries.append(taken)
-        seconds[length] = min(tries)
-    rate = num_requests * (long - short) / (seconds[long] - seconds[short])
+    rate, answers = decode_rate(
+        URL,
+        num_requests,
+        context,
+        sampling,
+        lengths=options.lengths,
+        repeats=options.repeats,
+    )
     point = {
         "requests": num_requests,
         "context": context,
@@ -171,7 +112,7 @@ def profile(num_requests: int, context: int) -> dict[str, Any]:
 
 
 def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
-    server = Serving(system, options)
+    server = serve(system, options)
     try:
         seconds = server.wait()
         print(f"{system}: ready after {seconds:.0f} s", flush=True)
@@ -264,7 +205,11 @@ def main() -> None:
             print(f"{system}: {error}", flush=True)
             results[system] = {"error": str(error)[-2000:]}
     agreement = compare_outputs(results)
-    found = {**provenance(options), "agreement_with_plain": agreement, "results": results}
+    found = {
+        **systems.provenance(options.commit),
+        "agreement_with_plain": agreement,
+        "results": results,
+    }
     print(table(results))
     for what, equal in agreement.items():
         print(f"{what}: {equal}")
@@ -275,40 +220,7 @@ def main() -> None:
 
 
 def write(found: dict[str, Any], out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    about = f"`{found['command']}`, {found['gpu']}, commit {found['commit']}"
-    out.with_suffix(".md").write_text(f"{about}\n\n{table(found['results'])}\n")
-    try:
-        draw(found, out.with_suffix(".png"))
-    except ImportError:
-        print(f"no picture: matplotlib is missing. Elsewhere: --picture {out}.json")
-
-
-def provenance(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what a reader needs to judge the numbers: command, commit, card and versions."""
-    import torch
-    import triton
-
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    return {
-        "command": recorded_command(),
-        "commit": options.commit or git.stdout.strip() or None,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "sglang": version("sglang"),
-    }
-
-
-def recorded_command() -> str:
-    """Return the command without where its results and logs went."""
-    kept, skip = [], False
-    for word in sys.argv:
-        if not skip and word not in ("--out", "--logs"):
-            kept.append(word)
-        skip = word in ("--out", "--logs")
-    return " ".join(["python", *kept])
+    systems.write(found, out, table(found["results"]), draw)
 
 
 def rates(results: dict[str, Any]) -> dict[tuple[str, int, int], dict[str, dict[str, Any]]]:
@@ -316,7 +228,7 @@ def rates(results: dict[str, Any]) -> dict[tuple[str, int, int], dict[str, dict[
     rows: dict[tuple[str, int, int], dict[str, dict[str, Any]]] = {}
     for system, result in results.items():
         for point in result.get("points", ()):
-            key = (point["sampling"], point["context"], point["requests"])
+            key = (point.get("sampling", "greedy"), point["context"], point["requests"])
             rows.setdefault(key, {})[system] = point
     return dict(sorted(rows.items()))
 
@@ -342,26 +254,15 @@ def table(results: dict[str, Any]) -> str:
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """Draw rate over requests, a line per system, a panel per context and way of sampling."""
-    import matplotlib.pyplot as plt
-
     rows = rates(found["results"])
-    panels = sorted({key[:2] for key in rows})
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False)
-    for axis, panel in zip(axes[0], panels, strict=True):
-        here = {key[2]: systems for key, systems in rows.items() if key[:2] == panel}
-        for system in found["results"]:
-            points = [(n, s[system]["tokens_per_s"]) for n, s in here.items() if system in s]
-            axis.plot(*zip(*points, strict=True), marker="o", label=system)
-        axis.set(title=f"{panel[0]}, context {panel[1]}", xlabel="concurrent requests")
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xticks(list(here), [str(n) for n in here])
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("decoded tokens per second")
-    axes[0][0].legend()
-    figure.suptitle(f"{found['gpu']}, commit {str(found['commit'])[:8]}", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    panels: dict[str, dict[str, systems.Line]] = {}
+    for panel in sorted({key[:2] for key in rows}):
+        here = {key[2]: point for key, point in rows.items() if key[:2] == panel}
+        panels[f"{panel[0]}, context {panel[1]}"] = {
+            system: [(n, s[system]["tokens_per_s"]) for n, s in here.items() if system in s]
+            for system in found["results"]
+        }
+    systems.draw_rates(panels, found, path)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,214 @@
+"""What the benchmarks share: the three systems as servers, load on them, and results on disk.
+
+A result file carries its command, commit, versions and GPU; a picture needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import requests
+
+ROOT = Path(__file__).resolve().parent.parent
+SYSTEMS = ("plain", "in-tree", "ours")
+SAMPLING = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0, "top_p": 0.95, "top_k": 64},
+}
+START_TIMEOUT_S = 420
+PROMPT_IDS = (1000, 50000)
+
+
+def switches(system: str, simulate_accept_length: float = 0.0) -> dict[str, str]:
+    """Return the environment that makes a server one of the systems; plain needs nothing."""
+    if system == "plain":
+        return {}
+    found = {"SGLANG_DFLASH": "on" if system == "ours" else "off"}
+    if simulate_accept_length:
+        found["SGLANG_SIMULATE_ACC_LEN"] = str(simulate_accept_length)
+    return found
+
+
+class Serving:
+    """One system's server, from start to stop."""
+
+    def __init__(self, system: str, command: list[str], *, env: dict[str, str], port: int) -> None:
+        self.command = command
+        self.url = f"http://127.0.0.1:{port}"
+        handle, name = tempfile.mkstemp(suffix=f"-{system}.log")
+        self.log = Path(name)
+        self._start = time.monotonic()
+        self._process = subprocess.Popen(
+            command,
+            stdout=handle,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **env},
+            start_new_session=True,
+        )
+        os.close(handle)
+
+    def wait(self, timeout_s: float = START_TIMEOUT_S) -> float:
+        """Return the seconds it took until the server answered."""
+        while time.monotonic() - self._start < timeout_s:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"server ended:\n{self.log.read_text()[-3000:]}")
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(f"{self.url}/health", timeout=5).ok:
+                    return time.monotonic() - self._start
+            time.sleep(1)
+        raise RuntimeError(f"no answer in time:\n{self.log.read_text()[-3000:]}")
+
+    def state(self) -> dict[str, Any]:
+        """Return the scheduler's part of /server_info."""
+        response = requests.get(f"{self.url}/server_info", timeout=60)
+        response.raise_for_status()
+        return response.json()["internal_states"][0]
+
+    def flush_cache(self) -> None:
+        """Forget every prefix, once the server is idle."""
+        deadline = time.monotonic() + 60
+        while not requests.post(f"{self.url}/flush_cache", timeout=60).ok:
+            if time.monotonic() > deadline:
+                raise RuntimeError("the server does not become idle")
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def generate(url: str, ids: list[int], new_tokens: int, sampling: str) -> dict[str, Any]:
+    params = {**SAMPLING[sampling], "max_new_tokens": new_tokens, "ignore_eos": True}
+    body: dict[str, Any] = {"input_ids": ids, "sampling_params": params}
+    response = requests.post(f"{url}/generate", json=body, timeout=600)
+    response.raise_for_status()
+    return response.json()
+
+
+def draw_prompts(
+    num_requests: int, context: int, seed: object, ids: tuple[int, int] = PROMPT_IDS
+) -> list[list[int]]:
+    chance = random.Random(f"{seed} {num_requests} {context}")
+    return [[chance.randrange(*ids) for _ in range(context)] for _ in range(num_requests)]
+
+
+def run_batch(
+    url: str, prompts: list[list[int]], new_tokens: int, sampling: str
+) -> tuple[float, list[dict[str, Any]]]:
+    """Return how long a batch takes, all started together, and its answers."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        start = time.monotonic()
+        answers = list(pool.map(lambda ids: generate(url, ids, new_tokens, sampling), prompts))
+        return time.monotonic() - start, answers
+
+
+def decode_rate(
+    url: str,
+    num_requests: int,
+    context: int,
+    sampling: str = "greedy",
+    *,
+    lengths: Iterable[int],
+    repeats: int,
+    ids: tuple[int, int] = PROMPT_IDS,
+) -> tuple[float, list[dict[str, Any]]]:
+    """Return tokens per second, and the last answers.
+
+    The rate is the difference between two output lengths, the better of the tries at each, so that
+    prefill and start drop out.
+    """
+    short, long = lengths
+    seconds: dict[int, float] = {}
+    answers: list[dict[str, Any]] = []
+    for length in (short, long):
+        tries = []
+        for repeat in range(repeats):
+            prompts = draw_prompts(num_requests, context, f"{repeat} {length}", ids)
+            taken, answers = run_batch(url, prompts, length, sampling)
+            tries.append(taken)
+        seconds[length] = min(tries)
+    return num_requests * (long - short) / (seconds[long] - seconds[short]), answers
+
+
+def provenance(commit: str | None, *, hidden: Iterable[str] = ()) -> dict[str, Any]:
+    """Return what a reader needs to judge the numbers: command, commit, card and versions."""
+    import torch
+    import triton
+
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    return {
+        "command": recorded_command(("--out", "--logs", *hidden)),
+        "commit": commit or git.stdout.strip() or None,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "sglang": version("sglang"),
+    }
+
+
+def recorded_command(hidden: Iterable[str] = ("--out", "--logs")) -> str:
+    """Return the command without the options that only say where files lie."""
+    kept, skip = [], False
+    for word in sys.argv:
+        if not skip and word not in hidden:
+            kept.append(word)
+        skip = word in hidden
+    return " ".join(["python", *kept])
+
+
+def write(
+    found: dict[str, Any],
+    out: Path,
+    text: str,
+    draw: Callable[[dict[str, Any], Path], None] | None = None,
+) -> None:
+    """Write OUT.json, OUT.md and, where matplotlib is at hand, OUT.png."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    about = f"`{found['command']}`, {found['gpu']}, commit {found['commit']}"
+    out.with_suffix(".md").write_text(f"{about}\n\n{text}\n")
+    if draw is None:
+        return
+    try:
+        draw(found, out.with_suffix(".png"))
+    except ImportError:
+        print(f"no picture: matplotlib is missing. Elsewhere: --picture {out}.json")
+
+
+Line = list[tuple[int, float]]
+
+
+def draw_rates(panels: Mapping[str, Mapping[str, Line]], found: dict[str, Any], path: Path) -> None:
+    """Draw rate over requests: a panel per title, a line per label."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False)
+    for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
+        for label, points in lines.items():
+            axis.plot(*zip(*points, strict=True), marker="o", label=label)
+        ticks = sorted({x for points in lines.values() for x, _ in points})
+        axis.set(title=title, xlabel="concurrent requests")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(ticks, [str(n) for n in ticks])
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("decoded tokens per second")
+    axes[0][0].legend()
+    figure.suptitle(f"{found['gpu']}, commit {str(found['commit'])[:8]}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
