@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -13,8 +14,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Example:
-    token_ids: tuple[int, ...]
-    answer_mask: tuple[bool, ...]  # True on answers, their end token included
+    """Packed, so that a million examples fit in memory."""
+
+    token_ids: array[int]
+    answer_mask: bytearray  # 1 on answers, their end token included
+
+
+def make_example(token_ids: Sequence[int], answer_mask: Sequence[int]) -> Example:
+    return Example(array("i", token_ids), bytearray(answer_mask))
 
 
 @dataclass(frozen=True)
@@ -24,21 +31,32 @@ class Batch:
     answer_mask: Tensor  # [b, S] bool
     lens: Tensor  # [b] int64
 
+    def to(self, device: torch.device) -> Batch:
+        return Batch(*(t.to(device) for t in (self.token_ids, self.answer_mask, self.lens)))
 
-def render(tokenizer: Any, messages: list[dict[str, str]], *, ask: bool) -> str:
-    """Return the chat as text; `ask` opens the assistant's next turn."""
+
+def render(
+    tokenizer: Any, messages: list[dict[str, str]], *, ask: bool, thinking: bool | None = None
+) -> str:
+    """Return the chat as text; `ask` opens the assistant's next turn, `thinking` None leaves
+    that switch to the template."""
     if not messages:
         return ""
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+    switch = {} if thinking is None else {"enable_thinking": thinking}
+    return tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=ask, **switch
+    )
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def encode_prompt(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+def encode_prompt(
+    tokenizer: Any, messages: list[dict[str, str]], *, thinking: bool | None = None
+) -> list[int]:
     """Return the tokens a server would give the model for this chat."""
-    return encode(tokenizer, render(tokenizer, messages, ask=True))
+    return encode(tokenizer, render(tokenizer, messages, ask=True, thinking=thinking))
 
 
 def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> Example:
@@ -55,40 +73,68 @@ def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> Example:
         ids += prompt_ids + answer_ids
         mask += [False] * len(prompt_ids) + [True] * len(answer_ids)
         done = asked + message["content"] + tokenizer.eos_token
-    return Example(tuple(ids), tuple(mask))
+    return make_example(ids, mask)
 
 
-def collate(examples: Sequence[Example], *, pad_id: int) -> Batch:
-    """Pad on the right to the longest example."""
-    longest = max(len(e.token_ids) for e in examples)
-    ids = [[*e.token_ids] + [pad_id] * (longest - len(e.token_ids)) for e in examples]
-    mask = [[*e.answer_mask] + [False] * (longest - len(e.token_ids)) for e in examples]
-    lens = [len(e.token_ids) for e in examples]
-    return Batch(torch.tensor(ids), torch.tensor(mask), torch.tensor(lens))
+def collate(examples: Sequence[Example], *, pad_id: int, multiple: int = 1) -> Batch:
+    """Pad on the right to the longest example, and on to a multiple of `multiple` tokens."""
+    lens = torch.tensor([len(e.token_ids) for e in examples])
+    size = -(-int(lens.max()) // multiple) * multiple
+    ids = torch.full((len(examples), size), pad_id)
+    mask = torch.zeros((len(examples), size), dtype=torch.bool)
+    for row, example in enumerate(examples):
+        n = len(example.token_ids)
+        ids[row, :n] = torch.frombuffer(example.token_ids, dtype=torch.int32)
+        mask[row, :n] = torch.frombuffer(example.answer_mask, dtype=torch.bool)
+    return Batch(ids, mask, lens)
 
 
-def iterate_batches(
-    examples: Sequence[Example],
-    *,
-    tokens_per_batch: int,
-    pad_id: int,
-    seed: int,
-    rows_per_batch: int | None = None,
-) -> Iterator[Batch]:
-    """Yield shuffled batches for ever; examples of like length share one, to waste no padding."""
-    rng = Random(seed)
-    while True:
+class Batches(Iterator[Batch]):
+    """Shuffled batches for ever; examples of like length share one, to waste no padding.
+
+    The order depends on the seed and the epoch alone, so `seek` continues any other run's order.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        *,
+        tokens_per_batch: int,
+        pad_id: int,
+        seed: int,
+        rows_per_batch: int | None = None,
+        multiple: int = 1,
+    ) -> None:
+        self.examples, self.seed = examples, seed
+        self.tokens_per_batch, self.rows_per_batch = tokens_per_batch, rows_per_batch
+        self.pad_id, self.multiple = pad_id, multiple
+        self.seek(0, 0)
+
+    def seek(self, epoch: int, index: int) -> None:
+        """Make batch `index` of `epoch` the next one."""
+        self.epoch, self.index = epoch, index
+        self.groups = self._group(Random(f"{self.seed}-{epoch}"))
+
+    def __next__(self) -> Batch:
+        if self.index == len(self.groups):
+            self.seek(self.epoch + 1, 0)
+        self.index += 1
+        group = [self.examples[i] for i in self.groups[self.index - 1]]
+        return collate(group, pad_id=self.pad_id, multiple=self.multiple)
+
+    def _group(self, rng: Random) -> list[list[int]]:
+        lens = [len(e.token_ids) for e in self.examples]
         # the noise keeps neighbours in length from meeting in every epoch
-        ordered = sorted(examples, key=lambda e: len(e.token_ids) * rng.uniform(0.9, 1.1))
-        groups: list[list[Example]] = [[]]
+        noisy = [n * rng.uniform(0.9, 1.1) for n in lens]
+        groups: list[list[int]] = [[]]
         longest = 0
-        for example in ordered:
-            longest = max(longest, len(example.token_ids))
+        for i in sorted(range(len(lens)), key=noisy.__getitem__):
+            longest = max(longest, -(-lens[i] // self.multiple) * self.multiple)
             rows = len(groups[-1])
-            if rows and (longest * (rows + 1) > tokens_per_batch or rows == rows_per_batch):
+            full = longest * (rows + 1) > self.tokens_per_batch or rows == self.rows_per_batch
+            if rows and full:
                 groups.append([])
-                longest = len(example.token_ids)
-            groups[-1].append(example)
+                longest = -(-lens[i] // self.multiple) * self.multiple
+            groups[-1].append(i)
         rng.shuffle(groups)
-        for group in groups:
-            yield collate(group, pad_id=pad_id)
+        return groups

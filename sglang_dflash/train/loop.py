@@ -1,41 +1,128 @@
-"""Training steps: the schedule, the target's loss, the drafter's loss, and the target's answers."""
+"""Training steps: the schedule, the target's loss, the drafter's loss, and what can be resumed."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from sglang_dflash.reference.generate import capture_features
 from sglang_dflash.reference.model import Drafter
 from sglang_dflash.train.batches import Batch
-from sglang_dflash.train.loss import make_labels, sample_anchors, weighted_cross_entropy
+from sglang_dflash.train.blocks import run_blocks
+from sglang_dflash.train.loss import (
+    Anchors,
+    Labels,
+    Weighting,
+    chunked_cross_entropy,
+    decay_weights,
+    make_labels,
+    sample_anchors,
+    weighted_mean,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    steps: int
+    """Ends after `steps` or after `seconds`, whichever comes first; the rate follows that one."""
+
+    steps: int | None = None
+    seconds: float | None = None
     learning_rate: float = 2e-3
-    warmup: float = 0.04  # share of the steps
+    warmup: float = 0.04  # share of the whole
     floor: float = 0.05  # share of the learning rate that the cosine ends at
     weight_decay: float = 0.01
     clip: float = 1.0
-    log_every: int = 20
 
-    def rate(self, step: int) -> float:
-        """Return the learning rate of one step: linear warm-up, then a cosine to the floor."""
-        warm = max(1, round(self.steps * self.warmup))
-        if step < warm:
-            return self.learning_rate * (step + 1) / warm
-        done = (step - warm) / max(1, self.steps - warm)
+    def share(self, step: int, seconds: float) -> float:
+        """Return how much of the training lies behind, 0 to 1."""
+        by_steps = step / self.steps if self.steps else 0.0
+        by_time = seconds / self.seconds if self.seconds else 0.0
+        return min(1.0, max(by_steps, by_time))
+
+    def rate(self, share: float) -> float:
+        """Return the learning rate: linear warm-up, then a cosine to the floor."""
+        if share < self.warmup:
+            return self.learning_rate * share / self.warmup
+        done = (share - self.warmup) / (1 - self.warmup)
         low = self.floor * self.learning_rate
         return low + (self.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@dataclass(kw_only=True)
+class Training:
+    """A module in training: weights, optimizer, and how far it has come."""
+
+    module: nn.Module
+    schedule: Schedule
+    step: int = 0
+    seconds: float = 0.0  # spent in steps, over all processes that took part
+    losses: list[Tensor] = field(default_factory=list)  # since this process began
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(
+            self.module.parameters(),
+            lr=self.schedule.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=self.schedule.weight_decay,
+            fused=True,
+        )
+
+    @property
+    def share(self) -> float:
+        return self.schedule.share(self.step, self.seconds)
+
+    def recent_loss(self, steps: int = 20) -> float:
+        """Return the mean loss of the last steps; waits for the device."""
+        recent = self.losses[-steps:]
+        return torch.stack(recent).mean().item() if recent else math.nan
+
+    def run(
+        self,
+        batches: Iterator[Batch],
+        *,
+        loss_of: Callable[[Batch], Tensor],
+        after_step: Callable[[Training], bool] = lambda training: False,
+    ) -> None:
+        """Train until the schedule ends, or until `after_step` returns True."""
+        while self.share < 1:
+            began = time.monotonic()
+            # the rate at the end of this step, so that the first step has one
+            rate = self.schedule.rate(self.schedule.share(self.step + 1, self.seconds))
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            loss = loss_of(next(batches))
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.module.parameters(), self.schedule.clip)
+            self.optimizer.step()
+            self.losses.append(loss.detach())
+            if loss.is_cuda and self.schedule.seconds:
+                # or the clock would count launches, and run ahead of the device
+                torch.cuda.synchronize()
+            self.step += 1
+            self.seconds += time.monotonic() - began
+            if after_step(self):
+                return
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "module": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "seconds": self.seconds,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds = state["step"], state["seconds"]
 
 
 def optimise(
@@ -45,34 +132,22 @@ def optimise(
     loss_of: Callable[[Batch], Tensor],
     schedule: Schedule,
     label: str,
+    log_every: int = 50,
 ) -> list[float]:
     """Train `module` in place and return the loss of every step."""
-    optimizer = torch.optim.AdamW(
-        module.parameters(),
-        lr=schedule.learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=schedule.weight_decay,
-        fused=True,
-    )
-    losses: list[float] = []
-    began = time.monotonic()
-    for step in range(schedule.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.rate(step)
-        loss = loss_of(next(batches))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(module.parameters(), schedule.clip)
-        optimizer.step()
-        losses.append(loss.item())
-        if (step + 1) % schedule.log_every == 0:
-            recent = losses[-schedule.log_every :]
+    training = Training(module=module, schedule=schedule)
+
+    def log(training: Training) -> bool:
+        if training.step % log_every == 0:
             print(
-                f"{label} step {step + 1}/{schedule.steps} loss {sum(recent) / len(recent):.4f} "
-                f"({time.monotonic() - began:.0f} s)",
+                f"{label} step {training.step}/{schedule.steps} "
+                f"loss {training.recent_loss(log_every):.4f} ({training.seconds:.0f} s)",
                 flush=True,
             )
-    return losses
+        return False
+
+    training.run(batches, loss_of=loss_of, after_step=log)
+    return torch.stack(training.losses).tolist()
 
 
 def target_loss(target: PreTrainedModel, batch: Batch) -> Tensor:
@@ -89,41 +164,56 @@ class DrafterLoss:
 
     target: PreTrainedModel
     drafter: Drafter
-    generator: torch.Generator
+    generator: torch.Generator  # on the CPU, so that a seed means the same anchors everywhere
     blocks: int = 64  # per batch, shared evenly by its rows
-    gamma: float = 7.0
+    weigh: Weighting = field(default_factory=lambda: decay_weights(7.0))
+    chunk: int = 4096  # rows of logits at a time
+    attention: str = "sdpa"
 
     def __call__(self, batch: Batch) -> Tensor:
-        config = self.drafter.config
-        features = capture_features(self.target, batch.token_ids, config.target_layer_ids)
-        steps = torch.arange(features.shape[1], device=features.device)
-        context = self.drafter.context_kv(
-            self.drafter.project(features), steps.expand_as(batch.token_ids)
+        anchors, labels = self.draw(batch)
+        # found on the CPU: to find them on the device would mean to wait for it
+        rows = labels.exist.flatten().nonzero().flatten()
+        device = self.target.device
+        hidden = self.hidden(batch, anchors)
+        rows, exist = rows.to(device), labels.exist.to(device)
+        losses = chunked_cross_entropy(
+            hidden.flatten(0, 2)[rows],
+            labels.token_ids.to(device).flatten()[rows],
+            head=self.target.get_output_embeddings(),
+            chunk=self.chunk,
         )
+        spread = losses.new_zeros(exist.numel()).index_copy(0, rows, losses.detach())
+        weights = self.weigh(spread.view(exist.shape), exist)
+        return weighted_mean(losses, weights.flatten()[rows])
+
+    def draw(self, batch: Batch) -> tuple[Anchors, Labels]:
+        """Draw the anchors of a batch that is still on the CPU."""
         # a batch of few long rows has as many blocks as one of many short rows: every token counts
         each = max(1, self.blocks // len(batch.lens))
         anchors = sample_anchors(batch.answer_mask, each, generator=self.generator)
-        hidden = self.drafter.forward_anchors(
-            self._embed(batch, anchors.positions),
-            anchors.positions,
-            context=context,
-            context_lens=batch.lens,
-        )
-        labels = make_labels(
-            batch.token_ids,
-            batch.answer_mask,
-            anchors,
-            block_size=config.block_size,
-            gamma=self.gamma,
-        )
-        learn = labels.weights > 0
-        logits = self.target.get_output_embeddings()(hidden[:, :, 1:][learn])
-        return weighted_cross_entropy(logits, labels.token_ids[learn], labels.weights[learn])
+        size = self.drafter.config.block_size
+        return anchors, make_labels(batch.token_ids, batch.answer_mask, anchors, block_size=size)
 
-    def _embed(self, batch: Batch, positions: Tensor) -> Tensor:
-        """Return [b, N, B, H]: each anchor's token, then masks, in the target's embedding."""
-        config = self.drafter.config
-        ids = positions.new_full((*positions.shape, config.block_size), config.mask_token_id)
-        ids[:, :, 0] = batch.token_ids.gather(1, positions)
-        with torch.no_grad():
-            return self.target.get_input_embeddings()(ids)
+    def hidden(self, batch: Batch, anchors: Anchors) -> Tensor:
+        """Return the drafter's hidden states of the drafted slots, [b, N, B - 1, H]."""
+        device = self.target.device
+        return run_blocks(
+            self.target,
+            self.drafter,
+            batch.to(device),
+            anchors.positions.to(device),
+            attention=self.attention,
+        )
+
+    @torch.no_grad()
+    def acceptance(self, batch: Batch) -> tuple[int, int]:
+        """Return (tokens, blocks): what the drawn blocks would commit if verified by the text."""
+        anchors, labels = self.draw(batch)
+        head = self.target.get_output_embeddings()
+        hidden = self.hidden(batch, anchors).flatten(0, 2)
+        drafts = [head(part.to(head.weight.dtype)).argmax(-1) for part in hidden.split(self.chunk)]
+        right = torch.cat(drafts).cpu().view_as(labels.token_ids) == labels.token_ids
+        correct = (right & labels.exist).long().cumprod(-1).sum()
+        blocks = int(anchors.exist.sum())
+        return int(correct) + blocks, blocks

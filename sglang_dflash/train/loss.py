@@ -1,12 +1,17 @@
-"""What a drafter is trained on: random anchors in answers, early slots weighing most."""
+"""What a drafter is trained on: random anchors in answers, and how much each slot weighs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+# (losses [b, N, B - 1] without gradient, exist [b, N, B - 1] bool) -> weights [b, N, B - 1]
+Weighting = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,22 +33,15 @@ def sample_anchors(
     usable = answer_mask.clone()
     usable[:, :-1] &= answer_mask[:, 1:]
     usable[:, -1] = False
-    # drawn on the generator's own device, so that a seed means the same anchors everywhere
-    scores = torch.rand(usable.shape, generator=generator, device=generator.device)
-    scores = scores.to(usable.device).masked_fill(~usable, -1.0)
-    top = scores.topk(min(count, usable.sum(1).max().item()), dim=1)
+    scores = torch.rand(usable.shape, generator=generator).masked_fill(~usable, -1.0)
+    top = scores.topk(max(1, min(count, int(usable.sum(1).max()))), dim=1)
     return Anchors(top.indices, top.values >= 0)
-
-
-def slot_weights(block_size: int, *, gamma: float) -> Tensor:
-    """Return the weights of slots 1..B-1, [B - 1]: exp(-(k - 1) / gamma)."""
-    return torch.exp(-torch.arange(block_size - 1) / gamma)
 
 
 @dataclass(frozen=True)
 class Labels:
     token_ids: Tensor  # [b, N, B - 1] int64
-    weights: Tensor  # [b, N, B - 1] float, 0 where there is nothing to learn
+    exist: Tensor  # [b, N, B - 1] bool; where there is something to learn
 
 
 def make_labels(
@@ -52,7 +50,6 @@ def make_labels(
     anchors: Anchors,
     *,
     block_size: int,
-    gamma: float,
 ) -> Labels:
     """Return what each slot should predict. A block ends where its answer ends."""
     size = token_ids.shape[1]
@@ -63,15 +60,56 @@ def make_labels(
     ids = token_ids.gather(1, flat).view_as(slots)
     said = answer_mask.gather(1, flat).view_as(slots) & inside & anchors.exist[:, :, None]
     # the first gap closes the block, even if another answer begins within its reach
-    said = said.long().cumprod(-1)
-    return Labels(ids, said * slot_weights(block_size, gamma=gamma).to(said.device))
+    return Labels(ids, said.long().cumprod(-1).bool())
 
 
-def weighted_cross_entropy(
-    logits: Tensor,  # [n, V] float
+def decay_weights(gamma: float) -> Weighting:
+    """Weigh slot k = 1..B-1 with exp(-(k - 1) / gamma): early slots decide acceptance."""
+
+    def weigh(_losses: Tensor, exist: Tensor) -> Tensor:
+        slots = torch.arange(exist.shape[-1], device=exist.device)
+        return torch.exp(-slots / gamma) * exist
+
+    return weigh
+
+
+def dpace_weights(smooth: float = 0.5) -> Weighting:
+    """Weigh a slot with the expected number of accepted slots from it to the block's end (D-PACE).
+
+    A slot survives with (1 - smooth) * q + smooth, q being the drafter's own probability of the
+    label; the products of these up to each slot, summed from the end, are the weights.
+    """
+
+    def weigh(losses: Tensor, exist: Tensor) -> Tensor:
+        survive = ((1 - smooth) * torch.exp(-losses) + smooth).where(exist, 1.0)
+        reach = survive.cumprod(-1) * exist
+        return reach.flip(-1).cumsum(-1).flip(-1) * exist
+
+    return weigh
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,  # [n, H]
     labels: Tensor,  # [n] int64
-    weights: Tensor,  # [n] float
+    *,
+    head: nn.Module,
+    chunk: int,
 ) -> Tensor:
-    """Return the weighted mean of the cross entropy."""
-    each = F.cross_entropy(logits.float(), labels, reduction="none")
-    return (each * weights).sum() / weights.sum()
+    """Return the cross entropy of each row, [n]; no more than `chunk` rows of logits exist at once.
+
+    The logits are computed again for the gradient.
+    """
+
+    def rows(part: Tensor, wanted: Tensor) -> Tensor:
+        logits = head(part.to(head.weight.dtype)).float()
+        return F.cross_entropy(logits, wanted, reduction="none")
+
+    parts = zip(hidden.split(chunk), labels.split(chunk), strict=True)
+    return torch.cat(
+        [checkpoint(rows, *p, use_reentrant=False, preserve_rng_state=False) for p in parts]
+    )
+
+
+def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted mean; 0 where nothing weighs anything."""
+    return (losses * weights).sum() / weights.sum().clamp(min=1e-9)

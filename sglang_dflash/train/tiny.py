@@ -17,10 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang_dflash.reference.model import FULL, SLIDING, Drafter, DrafterConfig
-from sglang_dflash.train.batches import (
-    encode_chat,
-    iterate_batches,
-)
+from sglang_dflash.train.batches import Batches, encode_chat
 from sglang_dflash.train.data import (
     VOCAB_SIZE,
     Conversation,
@@ -30,25 +27,20 @@ from sglang_dflash.train.data import (
 )
 from sglang_dflash.train.evaluate import evaluate
 from sglang_dflash.train.export import export_drafter, export_target, round_to_bfloat16
-from sglang_dflash.train.loop import (
-    DrafterLoss,
-    Schedule,
-    optimise,
-    target_loss,
-)
+from sglang_dflash.train.loop import DrafterLoss, Schedule, optimise, target_loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     seed: int = 0
     conversations: int = 20000  # about as many as the target reads
-    target_schedule: Schedule = Schedule(steps=2800, learning_rate=3e-3, log_every=50)
+    target_schedule: Schedule = Schedule(steps=2800, learning_rate=3e-3)
     target_tokens: int = 1024  # per step, padding included
     # the drafter reads chats of the corpus that the target has not seen, each once. The target has
     # learned to write like them and they cost nothing to make; its own answers to a few hundred
     # prompts took a third of the time and were overfitted
     fresh_chats: int = 12000
-    drafter_schedule: Schedule = Schedule(steps=3000, learning_rate=2e-3, log_every=50)
+    drafter_schedule: Schedule = Schedule(steps=3000, learning_rate=2e-3)
     # many small steps learn more in the same time than few large ones
     drafter_tokens: int = 512
     drafter_rows: int = 4
@@ -103,7 +95,7 @@ def train_target(
     torch.manual_seed(recipe.seed)
     target = LlamaForCausalLM(target_config(tokenizer))
     examples = [encode_chat(tokenizer, c.messages()) for c in conversations]
-    batches = iterate_batches(
+    batches = Batches(
         examples,
         tokens_per_batch=recipe.target_tokens,
         pad_id=tokenizer.pad_token_id,
@@ -126,7 +118,7 @@ def train_drafter(
     """Return a trained drafter whose weights are already rounded to bfloat16."""
     torch.manual_seed(recipe.seed + 2)
     drafter = Drafter(drafter_config(tokenizer))
-    batches = iterate_batches(
+    batches = Batches(
         [encode_chat(tokenizer, c.messages()) for c in conversations],
         tokens_per_batch=recipe.drafter_tokens,
         rows_per_batch=recipe.drafter_rows,

@@ -10,32 +10,27 @@ from random import Random
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.reference.generate import capture_features
 from sglang_dflash.reference.model import FULL, SLIDING, Drafter, DrafterConfig
 from sglang_dflash.train import grammar
-from sglang_dflash.train.batches import (
-    collate,
-    encode_chat,
-    encode_prompt,
-    iterate_batches,
-)
+from sglang_dflash.train.batches import Batches, collate, encode_chat, encode_prompt
+from sglang_dflash.train.blocks import layer_features, run_blocks
 from sglang_dflash.train.data import make_conversations, sample_prompts, split_of
 from sglang_dflash.train.evaluate import evaluate, grammar_answers
 from sglang_dflash.train.export import export_drafter, export_target, round_to_bfloat16
-from sglang_dflash.train.loop import (
-    DrafterLoss,
-    Schedule,
-    optimise,
-    target_loss,
-)
+from sglang_dflash.train.loop import DrafterLoss, Schedule, optimise, target_loss
 from sglang_dflash.train.loss import (
     Anchors,
+    chunked_cross_entropy,
+    decay_weights,
+    dpace_weights,
     make_labels,
     sample_anchors,
-    slot_weights,
-    weighted_cross_entropy,
+    weighted_mean,
 )
 from sglang_dflash.train.tiny import drafter_config
 
@@ -90,19 +85,76 @@ def make_drafter() -> Drafter:
     return Drafter(config)
 
 
-def test_slot_weights_fall_by_e_over_gamma_slots():
+def test_decay_weights_fall_by_e_over_gamma_slots():
     """If this broke, the far slots would drown the near ones, which decide acceptance."""
-    weights = slot_weights(4, gamma=2.0)
-    expected = [1.0, math.exp(-0.5), math.exp(-1.0)]
-    torch.testing.assert_close(weights, torch.tensor(expected))
+    exist = torch.tensor([[[True, True, True, False]]])
+    weights = decay_weights(2.0)(torch.zeros(1, 1, 4), exist)
+    expected = [1.0, math.exp(-0.5), math.exp(-1.0), 0.0]
+    torch.testing.assert_close(weights, torch.tensor([[expected]]))
+
+
+def test_dpace_weights_are_the_expected_slots_still_to_come():
+    """If this broke, D-PACE would push slots that are never reached."""
+    # probabilities 1/2, 1/4 and 1 of the labels; the last slot does not exist
+    losses = torch.tensor([[[math.log(2.0), math.log(4.0), 0.0, 9.0]]])
+    exist = torch.tensor([[[True, True, True, False]]])
+    # survival .75, .625, 1 -> products .75, .46875, .46875 -> sums from the end
+    expected = [1.6875, 0.9375, 0.46875, 0.0]
+    torch.testing.assert_close(dpace_weights()(losses, exist), torch.tensor([[expected]]))
 
 
 def test_loss_is_the_weighted_mean():
     """If this broke, losses of batches with other answer lengths could not be compared."""
-    logits = torch.tensor([[0.0, 0.0], [0.0, math.log(3.0)]])
-    loss = weighted_cross_entropy(logits, torch.tensor([0, 1]), torch.tensor([3.0, 1.0]))
-    expected = (3 * math.log(2) + math.log(4 / 3)) / 4
-    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    loss = weighted_mean(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 1.0]))
+    assert loss.item() == pytest.approx(5 / 4)
+    assert weighted_mean(torch.zeros(0), torch.zeros(0)).item() == 0
+
+
+def test_chunks_of_logits_change_neither_loss_nor_gradient():
+    """If this broke, bounded memory would cost correctness."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(8, 50, bias=False).requires_grad_(False)
+    labels = torch.randint(50, (23,))
+    whole = torch.randn(23, 8, requires_grad=True)
+    chunked = whole.detach().clone().requires_grad_(True)
+    weights = torch.rand(23)
+    expected = F.cross_entropy(head(whole), labels, reduction="none")
+    found = chunked_cross_entropy(chunked, labels, head=head, chunk=5)
+    torch.testing.assert_close(found, expected)
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
+    torch.testing.assert_close(chunked.grad, whole.grad)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex"])
+def test_blocks_in_training_are_those_of_the_oracle(examples, attention):
+    """If this broke, the drafter would be trained for another computation than it is served in."""
+    target, drafter = make_target().eval(), make_drafter().requires_grad_(False)
+    batch = collate(examples[:3], pad_id=0, multiple=16)
+    assert batch.token_ids.shape[1] % 16 == 0
+    anchors = sample_anchors(batch.answer_mask, 5, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = run_blocks(target, drafter, batch, anchors.positions, attention=attention)
+        features = capture_features(target, batch.token_ids, (0, 1))
+        places = torch.arange(features.shape[1]).expand_as(batch.token_ids)
+        ids = torch.full((*anchors.positions.shape, 8), 3)
+        ids[:, :, 0] = batch.token_ids.gather(1, anchors.positions)
+        expected = drafter.forward_anchors(
+            target.get_input_embeddings()(ids),
+            anchors.positions,
+            context=drafter.context_kv(drafter.project(features), places),
+            context_lens=batch.lens,
+        )
+    torch.testing.assert_close(found, expected[:, :, 1:])
+
+
+def test_features_are_the_outputs_of_the_named_layers_in_order():
+    """If this broke, a server would feed the drafter other features than it learned from."""
+    target = make_target().eval()
+    ids = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(
+        layer_features(target, ids, (1, 0)), capture_features(target, ids, (1, 0))
+    )
 
 
 def test_anchors_lie_in_answers_and_have_a_next_token():
@@ -119,18 +171,27 @@ def test_a_block_ends_where_its_answer_ends():
     #                    user  ---answer---  user  answer
     mask = torch.tensor([[0, 1, 1, 1, 0, 1]]).bool()
     anchors = Anchors(torch.tensor([[1, 2]]), torch.tensor([[True, False]]))
-    labels = make_labels(ids, mask, anchors, block_size=6, gamma=1e9)
+    labels = make_labels(ids, mask, anchors, block_size=6)
     assert labels.token_ids[0, 0].tolist() == [12, 13, 14, 15, 15]
     # the second anchor does not exist
-    assert labels.weights[0].round().tolist() == [[1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
+    assert labels.exist[0].long().tolist() == [[1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
 
 
 def test_schedule_warms_up_and_ends_at_its_floor():
     """If this broke, the last steps would not settle."""
-    schedule = Schedule(steps=101, learning_rate=1.0, warmup=0.1, floor=0.05)
-    assert schedule.rate(0) == pytest.approx(0.1)
-    assert schedule.rate(10) == pytest.approx(1.0)
-    assert schedule.rate(101) == pytest.approx(0.05)
+    schedule = Schedule(steps=100, learning_rate=1.0, warmup=0.1, floor=0.05)
+    assert schedule.rate(0.01) == pytest.approx(0.1)
+    assert schedule.rate(0.1) == pytest.approx(1.0)
+    assert schedule.rate(1.0) == pytest.approx(0.05)
+
+
+def test_schedule_follows_whichever_end_is_nearer():
+    """If this broke, a run that time ends would stop at a high learning rate."""
+    schedule = Schedule(steps=100, seconds=10.0)
+    assert schedule.share(30, 1.0) == pytest.approx(0.3)
+    assert schedule.share(30, 6.0) == pytest.approx(0.6)
+    assert schedule.share(30, 99.0) == 1.0
+    assert Schedule(seconds=10.0).share(10**6, 5.0) == pytest.approx(0.5)
 
 
 def test_marked_answers_are_what_the_assistant_said(tokenizer):
@@ -152,7 +213,7 @@ def test_marked_answers_are_what_the_assistant_said(tokenizer):
 
 def test_batches_pad_on_the_right_within_their_budget(examples):
     """If this broke, causal attention would look at padding, or memory would run over."""
-    batches = iterate_batches(examples, tokens_per_batch=1024, pad_id=0, seed=0)
+    batches = Batches(examples, tokens_per_batch=1024, pad_id=0, seed=0)
     for _ in range(8):
         batch = next(batches)
         assert batch.token_ids.numel() <= 1024 or batch.token_ids.shape[0] == 1
@@ -180,8 +241,8 @@ def test_padding_does_not_change_the_drafter_loss(examples):
     for example in (short, long):
         batch = collate([example], pad_id=0)
         anchors = sample_anchors(batch.answer_mask, every, generator=generator)
-        labels = make_labels(batch.token_ids, batch.answer_mask, anchors, block_size=8, gamma=7.0)
-        sizes.append(labels.weights.sum().item())
+        labels = make_labels(batch.token_ids, batch.answer_mask, anchors, block_size=8)
+        sizes.append(decay_weights(7.0)(labels.exist.float(), labels.exist).sum().item())
     mean = (parts[0] * sizes[0] + parts[1] * sizes[1]) / sum(sizes)
     assert loss([short, long]) == pytest.approx(mean, rel=1e-4)
 
@@ -191,7 +252,7 @@ def test_a_few_steps_lower_the_target_loss(examples):
     target = make_target()
     losses = optimise(
         target,
-        iterate_batches(examples, tokens_per_batch=1024, pad_id=0, seed=0),
+        Batches(examples, tokens_per_batch=1024, pad_id=0, seed=0),
         loss_of=lambda batch: target_loss(target, batch),
         schedule=Schedule(steps=25, learning_rate=5e-3),
         label="target",
