@@ -26,9 +26,15 @@ from transformers import (
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.reference import Drafter, DrafterConfig
 
-CLASSES = {"llama": LlamaForCausalLM, "qwen3": Qwen3ForCausalLM, "gemma4": Gemma4ForCausalLM}
+CLASSES = {
+    "llama": LlamaForCausalLM,
+    "qwen3": Qwen3ForCausalLM,
+    "gemma4": Gemma4ForCausalLM,
+    "gemma4-moe": Gemma4ForCausalLM,
+}
 NUM_LAYERS = 6
 HIDDEN = 128
+NUM_EXPERTS = 8
 VOCAB = 1024
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -42,6 +48,12 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+EXPERTS: dict[str, Any] = {
+    "enable_moe_block": True,
+    "num_experts": NUM_EXPERTS,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 64,
+}
 
 
 def make_target(family: str, folder: Path, *, seed: int = 0) -> Path:
@@ -53,8 +65,13 @@ def make_target(family: str, folder: Path, *, seed: int = 0) -> Path:
             if "norm" not in name:
                 # wide weights: a random model must not be a near-tie everywhere
                 param.normal_(std=0.08)
+            if name.endswith("router.proj.weight"):
+                # the router's input is scaled by 1 / sqrt(hidden size)
+                param.normal_(std=1.0)
+            if name.endswith("scale"):
+                param.uniform_(0.5, 1.5)
     model.float().eval().save_pretrained(folder)
-    if family == "gemma4":
+    if family.startswith("gemma4"):
         _write_sglang_gemma4_keys(folder / "config.json")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (tiny_target() / name).exists():
@@ -104,8 +121,8 @@ def hf_config(family: str) -> PreTrainedConfig:
         sliding_window=48,
         hidden_size_per_layer_input=0,
         num_kv_shared_layers=0,
-        enable_moe_block=False,
         final_logit_softcapping=30.0,
+        **(EXPERTS if family == "gemma4-moe" else {"enable_moe_block": False}),
     )
 
 

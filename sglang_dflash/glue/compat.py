@@ -313,6 +313,21 @@ SYMBOLS: dict[str, Symbol] = {
         "XGrammarGrammar.apply_vocab_mask",
         ("logits", "vocab_mask"),
     ),
+    # experts on a CPU
+    "unquantized_experts": Symbol(
+        "srt.layers.quantization.unquant",
+        "UnquantizedFusedMoEMethod.forward_native",
+        ("layer", "dispatch_output"),
+    ),
+    "moe_forward_native": Symbol(
+        "srt.layers.moe.fused_moe_native",
+        "moe_forward_native",
+        ("layer", "x", "topk_output", "moe_runner_config"),
+    ),
+    "StandardCombineInput": Symbol(
+        "srt.layers.moe.token_dispatcher", "StandardCombineInput", ("hidden_states",)
+    ),
+    "gemma4_norm": Symbol("srt.layers.layernorm", "Gemma4RMSNorm.forward_native", ("x",)),
     # attention on a CPU
     "AttentionBackend": Symbol("srt.layers.attention.base_attn_backend", "AttentionBackend"),
     "register_attention_backend": Symbol(

@@ -1,6 +1,6 @@
 """Targets of other families, random weights: exact, and fed with the family's own features.
 
-The embedded pair of the other tests is the Llama of the three.
+The embedded pair of the other tests is the Llama among them.
 """
 
 from __future__ import annotations
@@ -62,8 +62,10 @@ class Family:
         )
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gemma4"])
+@pytest.fixture(scope="module", params=["qwen3", "gemma4", "gemma4-moe"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    if request.param == "gemma4-moe" and torch.cuda.is_available():
+        pytest.skip("SGLang's experts in torch read sizes on the host: not in a CUDA graph")
     family = Family(request.param, tmp_path_factory.mktemp(request.param))
     yield family
     family.plain.stop()
@@ -105,7 +107,7 @@ def test_drafter_reads_the_family_as_the_oracle_does(family: Family) -> None:
 def test_sliding_window_kv_is_evicted_while_decoding(family: Family) -> None:
     """In-tree DFLASH keeps it until the request ends, and retracts early."""
     if family.name != "gemma4":
-        pytest.skip("this family has no sliding-window layers")
+        pytest.skip("one family with sliding-window layers is enough")
     family.dflash.generate(family.prompts[0], max_new_tokens=600, ignore_eos=True)
     lines = re.findall(r"#full token: (\d+), .*#swa token: (\d+)", family.dflash.log())
     full, swa = map(int, lines[-1])

@@ -16,15 +16,16 @@ def is_cpu_mode() -> bool:
 
 
 def install_if_cpu() -> None:
-    """In CPU mode, give SGLang attention and sampling, and lift two checks that assume a GPU."""
+    """In CPU mode, give SGLang attention, experts and sampling; lift two checks made for a GPU."""
     if not is_cpu_mode():
         return
     from sglang_dflash.glue import compat
-    from sglang_dflash.glue.cpu import sampling
+    from sglang_dflash.glue.cpu import experts, sampling
     from sglang_dflash.glue.cpu.attention import CpuAttention
     from sglang_dflash.glue.plugin import attach
 
     compat.register_attention_backend("torch_native")(CpuAttention)
+    experts.install()
     sampling.install()
     attach(
         {

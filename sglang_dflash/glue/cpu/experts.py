@@ -1,0 +1,34 @@
+"""Mixture-of-experts layers without a GPU, where SGLang's torch paths fall short of its kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from sglang_dflash.glue import compat
+
+
+def install() -> None:
+    """Let experts run on a CPU with any activation, and Gemma 4's router with its scale."""
+    from sglang_dflash.glue.plugin import attach
+
+    attach({"unquantized_experts": _run_in_torch, "gemma4_norm": _norm_with_folded_scale})
+
+
+def _run_in_torch(original: Any, method: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Send each row through its experts. The original takes SiLU only; Gemma 4 has GELU."""
+    rows = compat.moe_forward_native(
+        layer,
+        dispatch_output.hidden_states,
+        dispatch_output.topk_output,
+        method.moe_runner_config,
+    )
+    return compat.StandardCombineInput(hidden_states=rows)
+
+
+def _norm_with_folded_scale(original: Any, norm: Any, x: Tensor) -> Tensor:
+    """Apply the weight of a norm that has none of its own, as the kernel does: it holds ones, or
+    the scale that the router folds into it, which the original leaves out."""
+    rows = original(norm, x)
+    return rows if norm.with_scale else (rows * norm.weight).type_as(x)
