@@ -179,7 +179,7 @@ def write(
     """Write OUT.json, OUT.md and, where matplotlib is at hand, OUT.png."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    about = f"`{found['command']}`, {found['gpu']}, commit {found['commit']}"
+    about = f"`{found['command']}`, {found['gpu'] or 'no GPU'}, commit {found['commit']}"
     out.with_suffix(".md").write_text(f"{about}\n\n{text}\n")
     if draw is None:
         return
@@ -208,7 +208,7 @@ def draw_rates(panels: Mapping[str, Mapping[str, Line]], found: dict[str, Any], 
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("decoded tokens per second")
     axes[0][0].legend()
-    figure.suptitle(f"{found['gpu']}, commit {str(found['commit'])[:8]}", fontsize=9)
+    figure.suptitle(f"{found['gpu'] or 'no GPU'}, commit {str(found['commit'])[:8]}", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

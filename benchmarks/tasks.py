@@ -1,0 +1,333 @@
+"""A pair on GSM8K, MATH-500, HumanEval, MBPP and MT-Bench: speed, acceptance, and equal answers.
+
+    python benchmarks/tasks.py --data DIR --model-path M --draft-model-path D --out results/tasks
+
+DIR holds one TASK.jsonl per task, a question per line: `id`, `prompt` or `turns` (each turn is
+asked with the answers before it in the chat), and `reference` where there is one. Plain decoding,
+SGLang's DFLASH and ours serve one after another, each alone, and get the same requests through the
+OpenAI chat endpoint. Tokens per second are all output tokens over the time from the first question
+to the last answer. Accept length is all tokens of verify steps over all verify steps: the token
+that comes from the prompt is no step's. Greedy answers are compared token by token with plain
+decoding's at the same concurrency; a later turn only where the earlier ones are equal, since
+otherwise the chats differ.
+
+Without a GPU launch/cpu.sh serves, the embedded pair unless another is named. Writes OUT.json
+(command, commit, versions, GPU), OUT.md (tables) and OUT.png after every point, so that a run that
+is cut short loses nothing. Arguments that this script does not know go to the servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import requests
+import systems
+import torch
+from systems import ROOT, SYSTEMS, Serving
+from task_report import Answer, compare, draw, is_right, tables
+
+from sglang_dflash.pairs import tiny_drafter, tiny_target
+
+sys.path.insert(0, str(ROOT / "launch"))
+from server import free_port  # noqa: E402
+
+TASKS = ("gsm8k", "math500", "humaneval", "mbpp", "mtbench")
+REQUEST_TIMEOUT_S = 1800
+WARM_UP_TOKENS = 32
+
+# one point of the measurement: task, concurrency, temperature
+Point = tuple[str, int, float]
+
+
+@dataclass(frozen=True)
+class Question:
+    id: str
+    turns: tuple[str, ...]
+    reference: str | None
+
+
+def read_questions(folder: Path, task: str, limit: int) -> list[Question]:
+    """Return a task's questions, shuffled once and for all, so that any first part is a mixture."""
+    path = folder / f"{task}.jsonl"
+    if not path.is_file():
+        raise SystemExit(f"There is no {path}. --data must be a folder with {task}.jsonl in it.")
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    questions = [
+        Question(str(row["id"]), tuple(row.get("turns") or [row["prompt"]]), row.get("reference"))
+        for row in rows
+    ]
+    random.Random(task).shuffle(questions)
+    return questions[: limit or None]
+
+
+def serve(system: str, options: argparse.Namespace) -> Serving:
+    """Start one system's server by the script that a user would start it with."""
+    port = free_port()
+    if torch.cuda.is_available():
+        command = [str(ROOT / "launch" / "serve.sh"), options.model_path, options.draft_model_path]
+    else:
+        command = [str(ROOT / "launch" / "cpu.sh"), "--model-path", options.model_path]
+        if system != "plain":
+            command += ["--speculative-draft-model-path", options.draft_model_path]
+    command += [*options.server_args, "--port", str(port)]
+    env = {"PYTHON": sys.executable, "PLAIN": str(int(system == "plain"))}
+    return Serving(system, command, env=systems.switches(system) | env, port=port)
+
+
+def ask(
+    client: openai.OpenAI,
+    question: Question,
+    *,
+    temperature: float,
+    max_tokens: int,
+    thinking: bool,
+) -> list[Answer]:
+    """Ask a question, turn by turn; return an answer per turn."""
+    chat: list[Any] = []
+    answers = []
+    for turn, text in enumerate(question.turns):
+        chat.append({"role": "user", "content": text})
+        reply = client.chat.completions.create(
+            model="default",
+            messages=chat,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            extra_body={
+                "return_meta_info": True,
+                "return_token_ids": True,
+                "chat_template_kwargs": {"enable_thinking": thinking},
+            },
+        )
+        choice: Any = reply.choices[0]
+        content = choice.message.content or ""
+        chat.append({"role": "assistant", "content": content})
+        answers.append(
+            Answer(
+                question=question.id,
+                turn=turn,
+                text=content,
+                token_ids=tuple(choice.token_ids),
+                verify_steps=choice.meta_info.get("spec_verify_ct", 0),
+                histogram=tuple(choice.meta_info.get("spec_correct_drafts_histogram", ())),
+                is_cut=choice.finish_reason == "length",
+            )
+        )
+    return answers
+
+
+def ask_all(
+    server: Serving, questions: Iterable[Question], point: Point, options: argparse.Namespace
+) -> tuple[float, list[Answer], list[str]]:
+    """Keep as many questions in flight as the point says; return the time, answers and failures.
+
+    After --seconds-per-point no further question is begun; those in flight are answered.
+    """
+    _, concurrency, temperature = point
+    failures: list[str] = []
+    client = openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", timeout=REQUEST_TIMEOUT_S, max_retries=0
+    )
+    start = time.monotonic()
+
+    def one(question: Question) -> list[Answer]:
+        if options.seconds_per_point and time.monotonic() - start > options.seconds_per_point:
+            return []
+        try:
+            return ask(
+                client,
+                question,
+                temperature=temperature,
+                max_tokens=options.max_tokens,
+                thinking=options.thinking,
+            )
+        except openai.OpenAIError as error:
+            failures.append(f"{question.id}: {error}")
+            return []
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        answers = [answer for found in pool.map(one, questions) for answer in found]
+    return time.monotonic() - start, answers, failures
+
+
+def meter(server: Serving) -> dict[str, int] | None:
+    """Return the server's own counts, None where our DFLASH does not run."""
+    ours = server.state().get("sglang_dflash")
+    if ours is None:
+        return None
+    return {name: ours["acceptance"][name] for name in ("verify_steps", "committed_tokens")}
+
+
+def measure(
+    server: Serving, questions: list[Question], point: Point, options: argparse.Namespace
+) -> tuple[dict[str, Any], list[Answer]]:
+    """Return one point's numbers and its answers."""
+    server.flush_cache()
+    before = meter(server)
+    seconds, answers, failures = ask_all(server, questions, point, options)
+    after = meter(server)
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    steps = sum(answer.verify_steps for answer in answers)
+    committed = sum(len(answer.token_ids) - 1 for answer in answers if answer.verify_steps)
+    histogram = [0] * max((len(answer.histogram) for answer in answers), default=0)
+    for answer in answers:
+        for accepted, count in enumerate(answer.histogram):
+            histogram[accepted] += count
+    task, concurrency, temperature = point
+    references = {question.id: question.reference for question in questions}
+    marks = [is_right(task, answer.text, references[answer.question]) for answer in answers]
+    judged = [mark for mark in marks if mark is not None]
+    found: dict[str, Any] = {
+        "task": task,
+        "requests": concurrency,
+        "temperature": temperature,
+        "questions": len(questions),
+        "answered": len({answer.question for answer in answers}),
+        "answers": len(answers),
+        "cut_at_max_tokens": sum(answer.is_cut for answer in answers),
+        "failed": failures,
+        "right": f"{sum(judged)} of {len(judged)}" if judged else None,
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(tokens / seconds, 1),
+    }
+    if steps:
+        found |= {
+            "accept_length": round(committed / steps, 4),
+            "verify_steps": steps,
+            "committed_tokens": committed,
+            "steps_by_accepted_drafts": histogram,
+        }
+    if before is not None and after is not None:
+        found["server_meter"] = {name: after[name] - before[name] for name in after}
+    return found, answers
+
+
+class Run:
+    """All systems over all points; keeps every answer until the end, for the comparison."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.questions = {
+            task: read_questions(options.data, task, options.limit) for task in options.tasks
+        }
+        self.points: list[Point] = [
+            (task, concurrency, temperature)
+            for temperature in options.temperature
+            for task in options.tasks
+            for concurrency in sorted(options.concurrency)
+        ]
+        self.results: dict[str, dict[str, Any]] = {}
+        self._answers: dict[tuple[str, Point], list[Answer]] = {}
+        self._about = systems.provenance(options.commit, hidden=("--data",))
+
+    def run_system(self, system: str) -> None:
+        result = self.results[system] = {"points": []}
+        server = serve(system, self.options)
+        try:
+            result["start_s"] = round(server.wait(), 1)
+            result["command"] = [word.replace(f"{ROOT}/", "") for word in server.command]
+            print(f"{system}: ready after {result['start_s']:.0f} s", flush=True)
+            self._warm_up(server)
+            for point in self.points:
+                found, answers = measure(server, self.questions[point[0]], point, self.options)
+                self._answers[system, point] = answers
+                result["points"].append(found | self._compare(system, point))
+                print(f"{system}: {result['points'][-1]}", flush=True)
+                self.write(picture=False)
+        except (RuntimeError, requests.RequestException) as error:
+            print(f"{system}: {error}", flush=True)
+            result["error"] = str(error)[-2000:]
+        finally:
+            server.stop()
+            if self.options.logs:
+                self.options.logs.mkdir(parents=True, exist_ok=True)
+                log = server.log.read_bytes()[-2_000_000:]
+                (self.options.logs / f"{system}.log").write_bytes(log)
+
+    def _warm_up(self, server: Serving) -> None:
+        first = [questions[0] for questions in self.questions.values() if questions]
+        short = argparse.Namespace(**vars(self.options))
+        short.max_tokens, short.seconds_per_point = WARM_UP_TOKENS, 0
+        ask_all(server, first, ("warm-up", len(first), 0.0), short)
+
+    def _compare(self, system: str, point: Point) -> dict[str, Any]:
+        """Compare with plain decoding at the same point; plain itself with the least concurrency
+        that was run, which shows what the size of a batch alone changes."""
+        task, _, temperature = point
+        if temperature > 0:
+            return {}
+        against = point
+        if system == "plain":
+            against = (task, min(self.options.concurrency), temperature)
+        plain = self._answers.get(("plain", against))
+        if plain is None or (system, point) == ("plain", against):
+            return {}
+        return {"equal_to_plain": compare(plain, self._answers[system, point])}
+
+    def found(self) -> dict[str, Any]:
+        paths = {
+            "target": self.options.model_path,
+            "drafter": self.options.draft_model_path,
+        }
+        pair = {part: "/".join(Path(path).parts[-2:]) for part, path in paths.items()}
+        return {**self._about, "pair": pair, "results": self.results}
+
+    def write(self, *, picture: bool) -> None:
+        if self.options.out:
+            text = tables(self.results)
+            systems.write(self.found(), self.options.out, text, draw if picture else None)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", type=Path, help="folder with TASK.jsonl")
+    parser.add_argument("--model-path", default=str(tiny_target()))
+    parser.add_argument("--draft-model-path", default=str(tiny_drafter()))
+    # SGLang's DFLASH does not run on a CPU
+    known = SYSTEMS if on_gpu else ("plain", "ours")
+    parser.add_argument("--systems", nargs="+", choices=known, default=list(known))
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS))
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--limit", type=int, default=0, help="questions per task; 0: all")
+    parser.add_argument("--seconds-per-point", type=float, default=0.0, help="0: no limit")
+    parser.add_argument("--max-tokens", type=int, default=4096)
+    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0])
+    parser.add_argument("--thinking", action="store_true", help="let the chat template ask for it")
+    parser.add_argument("--commit", help="to record where the tree is a copy without its history")
+    parser.add_argument("--out", type=Path, help="writes OUT.json, OUT.md and OUT.png")
+    parser.add_argument("--logs", type=Path, help="folder for the end of each server's log")
+    parser.add_argument("--picture", type=Path, help="only draw the picture of a result file")
+    options, options.server_args = parser.parse_known_args(arguments)
+    if options.picture is None and options.data is None:
+        parser.error("--data is needed: a folder with a TASK.jsonl for each of --tasks")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    if options.picture:
+        draw(json.loads(options.picture.read_text()), options.picture.with_suffix(".png"))
+        return
+    run = Run(options)
+    for system in options.systems:
+        run.run_system(system)
+    print(tables(run.results))
+    run.write(picture=True)
+    failed = [name for name, result in run.results.items() if "error" in result]
+    if failed or any(p["failed"] for r in run.results.values() for p in r["points"]):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

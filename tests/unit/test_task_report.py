@@ -1,0 +1,78 @@
+"""How benchmarks/tasks.py compares and marks answers."""
+
+from __future__ import annotations
+
+import pytest
+from task_report import Answer, compare, is_right, tables
+
+
+def answer(question: str, turn: int, *token_ids: int) -> Answer:
+    return Answer(question, turn, "", token_ids, verify_steps=1, histogram=(1,), is_cut=False)
+
+
+def test_a_turn_after_a_difference_is_not_compared() -> None:
+    """Its chat holds another answer, so it may differ for no fault of its own."""
+    plain = [answer("a", 0, 1, 2, 3), answer("a", 1, 4), answer("b", 0, 5), answer("c", 0, 6)]
+    ours = [answer("a", 0, 1, 2, 9), answer("a", 1, 8), answer("b", 0, 5)]
+    assert compare(plain, ours) == {
+        "equal": 1,
+        "of": 2,
+        "not_compared_after_a_difference": 1,
+        "median_first_difference": 2,
+    }
+
+
+def test_an_answer_that_stops_early_parts_at_its_end() -> None:
+    assert (
+        compare([answer("a", 0, 1, 2, 3)], [answer("a", 0, 1, 2)])["median_first_difference"] == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "text", "reference", "right"),
+    [
+        ("gsm8k", "so 3 + 4 = 7 eggs, \\boxed{7}. Task 1 done", "... #### 7", True),
+        ("gsm8k", "She earns $1,200.", "#### 1200", True),
+        ("gsm8k", "It is 7.", "#### 8", False),
+        ("gsm8k", "no number", "#### 8", False),
+        (
+            "math500",
+            r"\boxed{\left( 3, \dfrac{\pi}{2} \right)}",
+            r"\boxed{(3,\frac{\pi}{2})}",
+            True,
+        ),
+        ("math500", r"\boxed{4} or \boxed{5}", r"is $\boxed{4}$.", False),
+        ("math500", r"the answer is 4", r"is $\boxed{4}$.", False),
+        ("humaneval", "return 1", "return 1", None),
+        ("gsm8k", "7", None, None),
+    ],
+)
+def test_marks(task: str, text: str, reference: str | None, right: bool | None) -> None:
+    assert is_right(task, text, reference) is right
+
+
+def test_a_failed_system_and_differing_answers_are_named_in_the_tables() -> None:
+    point = {
+        "task": "mbpp",
+        "requests": 8,
+        "temperature": 0.0,
+        "questions": 4,
+        "answered": 3,
+        "cut_at_max_tokens": 1,
+        "failed": ["x"],
+        "right": None,
+        "tokens_per_s": 50.0,
+    }
+    equal = {"equal": 2, "of": 3, "median_first_difference": 212}
+    ours = point | {"tokens_per_s": 125.0, "accept_length": 6.128, "equal_to_plain": equal}
+    results = {
+        "plain": {"points": [point]},
+        "in-tree": {"points": [], "error": "out of memory"},
+        "ours": {"points": [ours]},
+    }
+    text = tables(results)
+    assert "in-tree failed: out of memory" in text
+    assert "| MBPP | 50.0 | 125.0 (2.50x) |" in text
+    assert "| MBPP | 6.13 |" in text
+    assert "| MBPP | 2 of 3 (part at token 212) |" in text
+    assert "| MBPP | 3 of 4, 1 cut, 1 failed | 3 of 4, 1 cut, 1 failed |" in text
