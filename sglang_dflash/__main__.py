@@ -1,9 +1,11 @@
-"""`python -m sglang_dflash doctor | report`: look at an installation, and at a running server."""
+"""`python -m sglang_dflash doctor | report | train`: an installation, a server, a drafter."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+
+from sglang_dflash.train.options import add_train_options
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,11 +26,20 @@ def main(arguments: list[str] | None = None) -> int:
     report.add_argument("--looks", type=int, default=0, help="stop after so many; 0 for Ctrl-C")
     report.add_argument("--png", help="also draw a picture at the end")
 
+    train = commands.add_parser("train", help="make a drafter for a target")
+    add_train_options(train)
+
     options = parser.parse_args(arguments)
     if options.command == "doctor":
         from sglang_dflash.glue.doctor import run_doctor
 
         return run_doctor(options)
+    if options.command == "train":
+        from sglang_dflash.glue import compat
+        from sglang_dflash.glue.offline import offline_engine
+        from sglang_dflash.train.run import run_train
+
+        return run_train(options, engine=offline_engine if compat.installed_release() else None)
     from sglang_dflash.report import run_report
 
     return run_report(options)

@@ -59,8 +59,13 @@ SYMBOLS: dict[str, Symbol] = {
             "speculative_accept_threshold_acc",
             "json_model_override_args",
             "trust_remote_code",
+            "skip_tokenizer_init",
+            "sampling_backend",
+            "cuda_graph_max_bs_decode",
+            "disable_prefill_cuda_graph",
         ),
     ),
+    "Engine": Symbol("srt.entrypoints.engine", "Engine"),
     "resolved_view": Symbol("srt.arg_groups.overrides", "resolved_view"),
     "attention_backends_of": Symbol("srt.arg_groups.overrides", "attention_backends_of"),
     "get_config": Symbol(

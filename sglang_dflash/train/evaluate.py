@@ -15,12 +15,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from sglang_dflash.reference.generate import Generation, generate, generate_plain
+from sglang_dflash.reference.generate import (
+    Choose,
+    Generation,
+    generate,
+    generate_plain,
+    greedy,
+)
 from sglang_dflash.reference.model import Drafter
 from sglang_dflash.train.batches import encode_prompt
 from sglang_dflash.train.data import draw_exchanges, sample_prompts
+
+
+def accept_length(generations: Sequence[Generation]) -> float:
+    """Return the mean tokens kept per verify step; tokens from prefill not counted."""
+    steps = sum(len(g.blocks) for g in generations)
+    return sum(len(g.token_ids) - 1 for g in generations) / max(steps, 1)
+
+
+def histogram(generations: Sequence[Generation]) -> dict[int, int]:
+    """Return how often a verify step committed each number of tokens, as verified."""
+    return dict(sorted(Counter(n for g in generations for n in g.commit_lens).items()))
+
+
+def sample_at(temperature: float, *, seed: int) -> Choose:
+    """Return a rule that draws each token from its whole distribution; 0 is greedy."""
+    if not temperature:
+        return greedy
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(logits: Tensor, _before: Sequence[int]) -> int:
+        odds = torch.softmax(logits.float().cpu() / temperature, dim=-1)
+        return int(torch.multinomial(odds, 1, generator=generator))
+
+    return choose
 
 
 @dataclass(frozen=True)
@@ -32,18 +63,12 @@ class Evaluation:
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens kept per verify step over all prompts; tokens from prefill not counted."""
-        steps = sum(len(g.blocks) for g in self.generations)
-        return sum(len(g.token_ids) - 1 for g in self.generations) / max(steps, 1)
-
-    @property
-    def histogram(self) -> dict[int, int]:
-        """How often a verify step committed each number of tokens, as verified."""
-        return dict(sorted(Counter(n for g in self.generations for n in g.commit_lens).items()))
+        return accept_length(self.generations)
 
     def report(self) -> str:
         tokens = [len(g.token_ids) for g in self.generations]
-        total = sum(self.histogram.values())
+        counts = histogram(self.generations)
+        total = sum(counts.values())
         lines = [
             f"prompts {len(self.prompts)}, generated tokens {sum(tokens)} "
             f"(shortest {min(tokens)}, longest {max(tokens)})",
@@ -52,7 +77,7 @@ class Evaluation:
             f"accept length {self.accept_length:.2f} over {total} verify steps",
             "tokens committed: share of steps",
         ]
-        lines += [f"  {n:2d}: {count / total:6.1%}" for n, count in self.histogram.items()]
+        lines += [f"  {n:2d}: {count / total:6.1%}" for n, count in counts.items()]
         return "\n".join(lines)
 
 

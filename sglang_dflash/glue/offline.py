@@ -1,0 +1,90 @@
+"""SGLang's offline engine, decoding plainly: where a target's answers come from on a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from sglang_dflash.glue import compat
+
+
+class Question(Protocol):
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+
+
+# (questions) -> the tokens of each answer, its end token included
+Ask = Callable[[Sequence[Question]], list[list[int]]]
+
+
+@contextmanager
+def offline_engine(
+    model_path: str,
+    *,
+    stop: Collection[int],
+    seed: int,
+    max_length: int,
+    rows: int,
+    attention_backend: str,
+) -> Iterator[Ask]:
+    """Start an engine that answers `rows` questions at once; it ends, and frees its GPU, with the
+    block. Sampled answers depend on the seed and on what else is in a batch."""
+    engine = compat.Engine(
+        model_path=model_path,
+        # tokens in, tokens out: text would have to be encoded again, which is not always the same
+        skip_tokenizer_init=True,
+        random_seed=seed,
+        context_length=max_length + 8,
+        max_running_requests=rows,
+        attention_backend=attention_backend,
+        # needs no compiler on the host
+        sampling_backend="pytorch",
+        **_device_settings(rows),
+    )
+    try:
+        yield lambda questions: _ask(engine, questions, sorted(stop))
+    finally:
+        engine.shutdown()
+
+
+def _device_settings(rows: int) -> dict[str, Any]:
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        return {
+            "device": "cpu",
+            "dtype": "float32",
+            "disable_cuda_graph": True,
+            "disable_overlap_schedule": True,
+            "max_total_tokens": 16384,
+        }
+    return {
+        "mem_fraction_static": 0.8,
+        "cuda_graph_max_bs_decode": rows,
+        # prompts are a small part of the work, and their graphs take a while to capture
+        "disable_prefill_cuda_graph": True,
+    }
+
+
+def _ask(engine: Any, questions: Sequence[Question], stop: list[int]) -> list[list[int]]:
+    answers = engine.generate(
+        input_ids=[q.token_ids for q in questions],
+        sampling_params=[
+            {
+                "temperature": q.temperature,
+                "max_new_tokens": q.max_new_tokens,
+                "stop_token_ids": stop,
+                # the target's whole distribution, whatever its generation_config prefers
+                "top_p": 1.0,
+                "top_k": -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+            }
+            for q in questions
+        ],
+    )
+    return [answer["output_ids"] for answer in answers]

@@ -1,0 +1,213 @@
+"""The target's own answers: asking for them, and the files that keep them.
+
+A file is gzipped JSONL, one answer a line with the tokens exactly as they were generated. Each
+group of answers is appended when it is complete, so that an interrupted run continues there.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedModel
+
+from sglang_dflash.train.batches import Example
+
+# a new file is begun beyond this
+MAX_FILE_BYTES = 12 * 2**20
+
+
+@dataclass(frozen=True)
+class Question:
+    key: str
+    token_ids: list[int]
+    temperature: float  # 0 is greedy
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    key: str
+    temperature: float
+    finish: str  # "stop" with an end token, "length" without
+    prompt_ids: array[int]
+    answer_ids: array[int]
+
+    def example(self, max_length: int) -> Example:
+        """Return both as one training example, cut to `max_length`."""
+        ids = (self.prompt_ids + self.answer_ids)[:max_length]
+        prompt = min(len(self.prompt_ids), len(ids))
+        return Example(ids, bytearray(prompt) + bytearray([1]) * (len(ids) - prompt))
+
+
+# (questions) -> the tokens of each answer, its end token included
+Ask = Callable[[Sequence[Question]], list[list[int]]]
+
+
+def make_questions(
+    prompts: dict[str, list[int]],
+    *,
+    held_out: int,
+    temperatures: dict[float, float],
+    max_new_tokens: int,
+    max_length: int,
+    seed: int,
+) -> list[Question]:
+    """Return a question for each prompt; the first `held_out` are greedy."""
+    found = []
+    for place, (key, ids) in enumerate(prompts.items()):
+        mix = Random(f"{seed}-{key}").choices(list(temperatures), list(temperatures.values()))[0]
+        temperature = 0.0 if place < held_out else mix
+        found.append(Question(key, ids, temperature, min(max_new_tokens, max_length - len(ids))))
+    return found
+
+
+def answer_questions(
+    questions: Sequence[Question],
+    *,
+    ask: Ask,
+    stop: Collection[int],
+    folder: Path,
+    group: int,
+    seconds: float | None = None,
+) -> None:
+    """Write an answer to every question to `folder`; stop early after `seconds`."""
+    began, tokens = time.monotonic(), 0
+    with tqdm(total=len(questions), desc="answers", unit=" prompts", mininterval=1) as bar:
+        for first in range(0, len(questions), group):
+            if seconds is not None and time.monotonic() - began > seconds:
+                bar.write(f"answers: stopped after {seconds / 60:.1f} minutes, as asked")
+                return
+            part = questions[first : first + group]
+            answers = []
+            for question, ids in zip(part, ask(part), strict=True):
+                finish = "stop" if ids and ids[-1] in stop else "length"
+                packed = array("i", question.token_ids), array("i", ids)
+                answers.append(Answer(question.key, question.temperature, finish, *packed))
+                tokens += len(ids)
+            append_answers(folder, answers)
+            bar.update(len(part))
+            bar.set_postfix_str(f"{tokens / (time.monotonic() - began):.0f} tokens/s")
+
+
+def watch(items: Sequence[str], label: str) -> Iterable[str]:
+    return tqdm(items, desc=label, unit=" prompts")
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def answer_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("answers-*.jsonl.gz"))
+
+
+def append_answers(folder: Path, answers: Iterable[Answer]) -> None:
+    """Add a group to the newest file, or to a new one when that is full."""
+    files = answer_files(folder)
+    number = len(files) - 1 if files and files[-1].stat().st_size < MAX_FILE_BYTES else len(files)
+    lines = []
+    for answer in answers:
+        row = asdict(answer)
+        row |= {name: row[name].tolist() for name in ("prompt_ids", "answer_ids")}
+        lines.append(json.dumps(row, separators=(",", ":")) + "\n")
+    # gzip files may be joined: each group is one of its own
+    with (folder / f"answers-{number:03d}.jsonl.gz").open("ab") as file:
+        file.write(gzip.compress("".join(lines).encode()))
+
+
+def read_answers(paths: Iterable[Path], *, repair: bool = False) -> dict[str, Answer]:
+    """Return the answers by key, in the order of the keys.
+
+    A group that was cut short gives what it holds; `repair` rewrites its file, so that further
+    groups can follow.
+    """
+    found: dict[str, Answer] = {}
+    for path in paths:
+        lines = []
+        try:
+            with gzip.open(path, "rt", encoding="utf-8") as file:
+                for line in file:
+                    answer = _read_answer(line, path)
+                    found[answer.key] = answer
+                    lines.append(line)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            if not lines:
+                raise ValueError(
+                    f"{path} holds no readable answers ({error}). Remove it, or pass files that "
+                    "`train` wrote."
+                ) from None
+            if repair:
+                path.write_bytes(gzip.compress("".join(lines).encode()))
+    return dict(sorted(found.items()))
+
+
+def _read_answer(line: str, path: Path) -> Answer:
+    try:
+        row = json.loads(line)
+        ids = {name: array("i", row[name]) for name in ("prompt_ids", "answer_ids")}
+        return Answer(**(row | ids))
+    except (KeyError, TypeError, json.JSONDecodeError):
+        raise ValueError(
+            f"{path} is not a file of answers: {line[:80]!r}. Pass files that `train` wrote, or "
+            "give the prompts with --prompts."
+        ) from None
+
+
+def ask_transformers(
+    target: PreTrainedModel, *, stop: Collection[int], pad_id: int, seed: int, rows: int = 16
+) -> Ask:
+    """Return a way to ask `target` in this process, `rows` prompts of one temperature at a time."""
+
+    def ask(questions: Sequence[Question]) -> list[list[int]]:
+        answers: dict[str, list[int]] = {}
+        for temperature in sorted({q.temperature for q in questions}):
+            same = [q for q in questions if q.temperature == temperature]
+            same.sort(key=lambda q: len(q.token_ids))
+            for first in range(0, len(same), rows):
+                part = same[first : first + rows]
+                # by the questions, so that an interrupted run draws the same
+                torch.manual_seed(Random(f"{seed}-{part[0].key}").getrandbits(32))
+                answers |= _answer_batch(target, part, stop=sorted(stop), pad_id=pad_id)
+        return [answers[q.key] for q in questions]
+
+    return ask
+
+
+@torch.no_grad()
+def _answer_batch(
+    target: PreTrainedModel, questions: Sequence[Question], *, stop: list[int], pad_id: int
+) -> dict[str, list[int]]:
+    longest = max(len(q.token_ids) for q in questions)
+    pads = [longest - len(q.token_ids) for q in questions]
+    ids = [[pad_id] * n + q.token_ids for n, q in zip(pads, questions, strict=True)]
+    exists = [[0] * n + [1] * (longest - n) for n in pads]
+    temperature = questions[0].temperature
+    sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    out = target.generate(
+        torch.tensor(ids, device=target.device),
+        attention_mask=torch.tensor(exists, device=target.device),
+        generation_config=GenerationConfig(
+            max_new_tokens=max(q.max_new_tokens for q in questions),
+            eos_token_id=stop,
+            pad_token_id=pad_id,
+            do_sample=temperature > 0,
+            **sampling,
+        ),
+    )
+    found = {}
+    for question, answer in zip(questions, out[:, longest:].tolist(), strict=True):
+        ends = [place for place, token in enumerate(answer) if token in stop]
+        length = min(question.max_new_tokens, ends[0] + 1 if ends else len(answer))
+        found[question.key] = answer[:length]
+    return found

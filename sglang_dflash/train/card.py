@@ -1,0 +1,128 @@
+"""The model card of a trained drafter: what it is for, what it saw, how it scored."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from typing import Any
+
+from sglang_dflash.reference.model import DrafterConfig
+
+_TABLE_ROWS = 12
+
+
+def versions() -> dict[str, str]:
+    """Return what the figures depend on."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "sglang", "sglang-dflash"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_card(
+    *,
+    config: DrafterConfig,
+    run: dict[str, Any],
+    scores: dict[str, Any],
+    progress: list[dict[str, Any]],
+) -> str:
+    """Return the card as Markdown. `run` is the content of run.json, `scores` of scores.json."""
+    target = run["settings"]["model_path"]
+    sections = [
+        f"# DFlash drafter for {target.rstrip('/').split('/')[-1]}",
+        "A drafter for speculative decoding with DFlash. It has no embedding and no head: it is "
+        "served together with its target, and never changes what the target writes.",
+        _shape(config),
+        _scores(scores),
+        _data(run),
+        f"## Training\n\n{_training(run, scores)}",
+        _progress(progress),
+        f"## Licence\n\n{run['licence']}",
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _shape(config: DrafterConfig) -> str:
+    window = f", window {config.sliding_window}" if config.sliding_window else ""
+    rows = [
+        ("layers", f"{config.num_hidden_layers} ({', '.join(config.layer_types)}{window})"),
+        ("hidden / intermediate", f"{config.hidden_size} / {config.intermediate_size}"),
+        (
+            "heads / kv heads / head_dim",
+            f"{config.num_attention_heads} / {config.num_key_value_heads} / {config.head_dim}",
+        ),
+        ("block size", config.block_size),
+        ("features from layers", ", ".join(map(str, config.target_layer_ids))),
+        ("mask token", config.mask_token_id),
+    ]
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def _scores(scores: dict[str, Any]) -> str:
+    lines = ["## Scores", ""]
+    if "loops" in scores:
+        lines += [
+            "Accept length is the mean number of tokens committed per verify step, the bonus "
+            "included; the token that comes from the prompt is not counted. Measured on held-out "
+            f"prompts in the real decoding loop, at most {scores['evaluate_tokens']} tokens each "
+            f"({scores['device']}).",
+            "",
+            "| temperature | prompts | verify steps | accept length |",
+            "|---|---|---|---|",
+            *(
+                f"| {loop['temperature']:g} | {loop['prompts']} | {loop['verify_steps']} | "
+                f"{loop['accept_length']:.2f} |"
+                for loop in scores["loops"]
+            ),
+            "",
+        ]
+    if scores.get("estimate") is not None:
+        lines.append(
+            f"Estimate over the greedy answers to all {scores['held_out']} held-out prompts, by "
+            f"comparing drafts with the text: {scores['estimate']:.2f}."
+        )
+    return "\n".join(lines).rstrip()
+
+
+def _data(run: dict[str, Any]) -> str:
+    answers = run["answers"]
+    lines = [
+        "## Data",
+        "",
+        f"The target's own answers to {answers['count']} prompts ({answers['tokens']} tokens; "
+        f"{answers['stopped']} ended by themselves), of which {answers['held_out']} are held out. "
+        f"Temperatures: {answers['temperatures']}. Thinking: {run['settings']['thinking']}. "
+        f"Made by: {answers['engine']}.",
+        "",
+        "| file | rows | sha256 |",
+        "|---|---|---|",
+    ]
+    return "\n".join(
+        lines + [f"| {f['name']} | {f['rows']} | {f['sha256']} |" for f in run["files"]]
+    )
+
+
+def _training(run: dict[str, Any], scores: dict[str, Any]) -> str:
+    commands = "\n".join(f"    {command}" for command in run["commands"])
+    used = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    return (
+        f"{scores.get('step', 0)} steps in {scores.get('seconds', 0) / 60:.1f} minutes on "
+        f"{run['device']}, seed {run['settings']['seed']}. {used}.\n\n{commands}"
+    )
+
+
+def _progress(progress: list[dict[str, Any]]) -> str:
+    rows = [row for row in progress if row.get("estimate") is not None]
+    if not rows:
+        return ""
+    every = -(-len(rows) // _TABLE_ROWS)
+    shown = [row for i, row in enumerate(rows) if (len(rows) - 1 - i) % every == 0]
+    lines = ["| minutes of training | step | loss | estimated accept length |", "|---|---|---|---|"]
+    lines += [
+        f"| {row['seconds'] / 60:.1f} | {row['step']} | {row['loss']:.3f} | {row['estimate']:.2f} |"
+        for row in shown
+    ]
+    return "\n".join(lines)

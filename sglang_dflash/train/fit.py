@@ -1,0 +1,224 @@
+"""The training stage: from answers to an exported drafter, with checkpoints and a progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from sglang_dflash.reference.model import Drafter, DrafterConfig
+from sglang_dflash.train.answers import Answer
+from sglang_dflash.train.batches import Batch, Batches, Example, collate
+from sglang_dflash.train.blocks import choose_attention
+from sglang_dflash.train.loop import DrafterLoss, Schedule, Training
+from sglang_dflash.train.loss import decay_weights, dpace_weights
+
+# how often held-out text is looked at, over the whole training
+LOOKS = 25
+# sequences are padded to a multiple of this on a GPU, which likes few and even shapes
+GPU_MULTIPLE = 64
+
+
+def fit(
+    target: PreTrainedModel,
+    config: DrafterConfig,
+    *,
+    answers: dict[str, Answer],
+    options: argparse.Namespace,
+    pad_id: int,
+) -> bool:
+    """Train a drafter into `options.out`; return False if it was paused before the end."""
+    training, loss_of = _start(target, config, options)
+    examples = [answer.example(options.max_length) for answer in answers.values()]
+    held_out, examples = examples[: options.held_out], examples[options.held_out :]
+    multiple = GPU_MULTIPLE if target.device.type == "cuda" else 1
+    batches = Batches(
+        # an answer of one token has no draft to learn
+        [e for e in examples if sum(e.answer_mask) > 1],
+        tokens_per_batch=options.tokens_per_batch,
+        pad_id=pad_id,
+        seed=options.seed,
+        multiple=multiple,
+    )
+    watch = _Watch(
+        out=options.out,
+        batches=batches,
+        loss_of=loss_of,
+        held_out=_in_batches(held_out, options.tokens_per_batch, pad_id, multiple),
+        checkpoint_every=options.checkpoint_every * 60,
+        pause_after=options.pause_after * 60 if options.pause_after else None,
+        seed=options.seed,
+    )
+    watch.resume(training)
+    parameters = sum(p.numel() for p in training.module.parameters())
+    print(
+        f"train: {len(batches.examples)} sequences in {len(batches.groups)} batches an epoch, "
+        f"{parameters / 1e6:.1f} M parameters, {loss_of.blocks} blocks a batch, "
+        f"attention {loss_of.attention}",
+        flush=True,
+    )
+    with watch:
+        training.run(batches, loss_of=loss_of, after_step=watch)
+    watch.save(training)
+    return training.share >= 1
+
+
+def _start(
+    target: PreTrainedModel, config: DrafterConfig, options: argparse.Namespace
+) -> tuple[Training, DrafterLoss]:
+    torch.manual_seed(options.seed)
+    # made on the CPU, so that a seed means the same weights everywhere
+    drafter = Drafter(config).to(target.device)
+    schedule = Schedule(
+        steps=options.steps,
+        seconds=options.minutes * 60 if options.minutes else None,
+        learning_rate=options.learning_rate,
+    )
+    blocks = max(1, options.anchors * options.tokens_per_batch // options.max_length)
+    attention = options.attention
+    if attention == "auto":
+        attention = choose_attention(
+            target.device,
+            tokens_per_batch=options.tokens_per_batch,
+            blocks=blocks,
+            block_size=config.block_size,
+            max_length=options.max_length,
+        )
+    loss_of = DrafterLoss(
+        target=target,
+        drafter=drafter,
+        generator=torch.Generator().manual_seed(options.seed),
+        blocks=blocks,
+        weigh=dpace_weights() if options.loss == "dpace" else decay_weights(options.gamma),
+        chunk=options.chunk_rows,
+        attention=attention,
+    )
+    return Training(module=drafter, schedule=schedule), loss_of
+
+
+def _in_batches(
+    examples: Sequence[Example], tokens: int, pad_id: int, multiple: int
+) -> list[Batch]:
+    longest = max(len(e.token_ids) for e in examples)
+    rows = max(1, tokens // (longest + multiple))
+    return [
+        collate(examples[first : first + rows], pad_id=pad_id, multiple=multiple)
+        for first in range(0, len(examples), rows)
+    ]
+
+
+@dataclass(kw_only=True)
+class _Watch:
+    """What happens between steps: the bar, looks at held-out text, checkpoints, the pause."""
+
+    out: Path
+    batches: Batches
+    loss_of: DrafterLoss
+    held_out: list[Batch]
+    checkpoint_every: float
+    pause_after: float | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.began = self.saved = time.monotonic()
+        self.estimate: float | None = None
+        self.looked = -1
+        self.sequences = 0
+
+    def __enter__(self) -> None:
+        # in percent, because the end may be a time
+        self.bar = tqdm(
+            total=100.0,
+            initial=0.0,
+            desc="train",
+            mininterval=0.5 if sys.stderr.isatty() else 15,
+            bar_format="{desc} {percentage:5.1f}%|{bar}| {elapsed}<{remaining}{postfix}",
+        )
+
+    def __exit__(self, *_error: object) -> None:
+        self.bar.close()
+
+    def __call__(self, training: Training) -> bool:
+        self.sequences += len(self.batches.groups[self.batches.index - 1])
+        look = int(training.share * LOOKS)
+        if look > self.looked:
+            self.looked = look
+            self.look(training)
+        now = time.monotonic()
+        if now - self.saved > self.checkpoint_every:
+            self.save(training)
+        grown = 100 * training.share - self.bar.n
+        if self.bar.update(grown):
+            self._describe(training)
+        return self.pause_after is not None and now - self.began > self.pause_after
+
+    def _describe(self, training: Training) -> None:
+        rate = self.sequences / (time.monotonic() - self.began)
+        text = f"step {training.step}, loss {training.recent_loss():.3f}, {rate:.1f} sequences/s"
+        if self.estimate is not None:
+            text += f", accept {self.estimate:.2f}"
+        self.bar.set_postfix_str(text)
+
+    def look(self, training: Training) -> None:
+        """Estimate acceptance on held-out text, always at the same anchors, and note it."""
+        fixed = replace(self.loss_of, generator=torch.Generator().manual_seed(self.seed))
+        counts = [fixed.acceptance(batch) for batch in self.held_out]
+        self.estimate = sum(tokens for tokens, _ in counts) / max(1, sum(n for _, n in counts))
+        row = {
+            "step": training.step,
+            "seconds": round(training.seconds, 2),
+            "epoch": self.batches.epoch,
+            "loss": training.recent_loss(),
+            "learning_rate": training.optimizer.param_groups[0]["lr"],
+            "estimate": self.estimate,
+        }
+        with (self.out / "progress.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def save(self, training: Training) -> None:
+        """Write what `resume` needs, and the drafter as it is now."""
+        state: dict[str, Any] = training.state() | {
+            "generator": self.loss_of.generator.get_state(),
+            "epoch": self.batches.epoch,
+            "index": self.batches.index,
+            "looked": self.looked,
+        }
+        # renamed when complete: an interrupted write must not cost the last good one
+        partial = self.out / "checkpoint.partial"
+        torch.save(state, partial)
+        partial.replace(self.out / "checkpoint.pt")
+        training.module.save_pretrained(self.out / "drafter")
+        scores = {"step": training.step, "seconds": training.seconds, "estimate": self.estimate}
+        (self.out / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
+        self.saved = time.monotonic()
+
+    def resume(self, training: Training) -> None:
+        """Take up the checkpoint in the out folder, if there is one."""
+        path = self.out / "checkpoint.pt"
+        if not path.exists():
+            (self.out / "progress.jsonl").unlink(missing_ok=True)
+            return
+        state = torch.load(path, map_location=self.loss_of.target.device, weights_only=True)
+        training.load(state)
+        self.loss_of.generator.set_state(state["generator"].cpu())
+        self.batches.seek(state["epoch"], state["index"])
+        self.looked = state["looked"]
+        self._forget_after(training.step)
+        print(f"train: resumed at step {training.step}, {training.seconds:.0f} s", flush=True)
+
+    def _forget_after(self, step: int) -> None:
+        # steps since the checkpoint will be taken again
+        path = self.out / "progress.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
+        path.write_text("".join(kept))
+        self.estimate = rows[len(kept) - 1]["estimate"] if kept else None

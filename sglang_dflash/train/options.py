@@ -1,0 +1,180 @@
+"""The arguments of `python -m sglang_dflash train`. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+# what decides the data or the weights: a run that continues another must agree in these
+FIXED = (
+    "model_path",
+    "layers",
+    "block_size",
+    "target_layer_ids",
+    "mask_token_id",
+    "sliding_window",
+    "max_length",
+    "thinking",
+    "held_out",
+    "tokens_per_batch",
+    "anchors",
+    "loss",
+    "gamma",
+    "seed",
+)
+
+
+def add_train_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model-path", required=True, help="target: a Hugging Face folder or name")
+    add("--out", type=Path, required=True, help="folder for answers, checkpoint and drafter/")
+    add("--resume", action="store_true", help="continue the run in --out, at whatever stage it is")
+    add("--stop-after", choices=("answers", "train"), help="do not run the later stages")
+    add("--evaluate-only", action="store_true", help="measure the drafter in --out again")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--seed", type=int, default=0)
+    add("--licence", default="not stated", help="for the model card")
+    _add_answers(parser.add_argument_group("the target's answers"))
+    _add_drafter(parser.add_argument_group("the drafter"))
+    _add_training(parser.add_argument_group("training"))
+    _add_evaluation(parser.add_argument_group("evaluation"))
+
+
+def _add_answers(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--prompts",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="JSONL with `prompt` or `messages` (up to the last user turn), or .txt, one a line",
+    )
+    add("--answers", type=Path, nargs="+", help="answers of another run, instead of --prompts")
+    add("--engine", choices=("auto", "sglang", "transformers"), default="auto")
+    add("--attention-backend", default="triton", help="of the SGLang engine")
+    add("--engine-rows", type=int, default=512, help="prompts that the engine answers at once")
+    add("--max-new-tokens", type=int, default=512)
+    add("--max-length", type=int, default=1024, help="of prompt and answer together, in tokens")
+    add("--answer-minutes", type=float, help="stop generating after so long")
+    add(
+        "--temperatures",
+        nargs="+",
+        default=["0:50", "0.7:25", "1:25"],
+        help="TEMPERATURE:SHARE ...; held-out prompts are always answered greedily",
+    )
+    add(
+        "--thinking",
+        choices=("on", "off", "default"),
+        default="default",
+        help="enable_thinking of the chat template, as it will be served",
+    )
+
+
+def _add_drafter(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--layers", type=int, default=4)
+    add("--block-size", type=int, default=16)
+    add(
+        "--target-layer-ids",
+        type=int,
+        nargs="+",
+        help="default: five, spread from the second layer to the third-last",
+    )
+    add(
+        "--mask-token-id",
+        type=int,
+        help="default: the tokenizer's mask token; else the first row of the embedding that no "
+        "token uses; else the last special token that the chat template does not name",
+    )
+    add(
+        "--sliding-window",
+        type=int,
+        default=0,
+        help="tokens that every layer but the last sees; 0: all layers are full",
+    )
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--steps", type=int, help="train for so many steps (3000 without --minutes)")
+    add("--minutes", type=float, help="train for so long over all --resume; the nearer end counts")
+    add("--pause-after", type=float, help="write a checkpoint and end after so many minutes")
+    add("--checkpoint-every", type=float, default=5.0, help="minutes")
+    add("--tokens-per-batch", type=int, default=32768, help="padding included")
+    add("--anchors", type=int, default=96, help="blocks in a sequence of --max-length tokens")
+    add("--learning-rate", type=float, default=1e-3)
+    add("--loss", choices=("decay", "dpace"), default="decay")
+    add("--gamma", type=float, help="of --loss decay; default 7 for block 16, 5 for 10, 4 for 8")
+    add("--chunk-rows", type=int, default=8192, help="rows of logits in memory at once")
+    add("--attention", choices=("auto", "sdpa", "flex"), default="auto", help="of the blocks")
+
+
+def _add_evaluation(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--held-out", type=int, default=64, help="prompts that are never trained on")
+    add("--evaluate-prompts", type=int, default=16, help="of these, for the real decoding loop")
+    add("--evaluate-tokens", type=int, default=256, help="at most, for each answer there")
+
+
+def read_temperatures(texts: list[str]) -> dict[float, float]:
+    """Return temperature -> share from TEMPERATURE or TEMPERATURE:SHARE."""
+    found: dict[float, float] = {}
+    for text in texts:
+        temperature, _, share = text.partition(":")
+        try:
+            found[float(temperature)] = float(share or 1)
+        except ValueError:
+            raise ValueError(
+                f"--temperatures has {text!r}. Write TEMPERATURE or TEMPERATURE:SHARE, "
+                "for example 0:50 0.7:25 1:25."
+            ) from None
+    if min(found) < 0 or min(found.values()) < 0 or not sum(found.values()):
+        raise ValueError(
+            f"--temperatures is {' '.join(texts)}. Temperatures and shares must not be negative, "
+            "and one share must be above 0."
+        )
+    return found
+
+
+def default_gamma(block_size: int) -> float:
+    """Return the published decay for a block size: 7 for 16, 5 for 10, 4 for 8."""
+    return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, max(1.0, block_size * 7 / 16))
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse what can be refused before anything is loaded."""
+    if options.prompts and options.answers:
+        raise ValueError(
+            "Both --prompts and --answers were given. Answers bring their prompts: pass only one."
+        )
+    least = {
+        "layers": 1,
+        "block_size": 2,
+        "sliding_window": 0,
+        "max_new_tokens": 2,
+        "max_length": 16,
+        "anchors": 1,
+        "chunk_rows": 1,
+        "held_out": 1,
+        "evaluate_prompts": 1,
+        "evaluate_tokens": 2,
+        "engine_rows": 1,
+    }
+    for name, low in least.items():
+        if getattr(options, name) < low:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} is {getattr(options, name)}. Pass {low} or more.")
+    if options.tokens_per_batch < options.max_length:
+        raise ValueError(
+            f"--tokens-per-batch {options.tokens_per_batch} cannot hold one sequence of "
+            f"--max-length {options.max_length}. Raise the first or lower the second."
+        )
+    for name in ("steps", "minutes", "pause_after", "answer_minutes"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}. Pass more than 0.")
+    read_temperatures(options.temperatures)
+    if options.gamma is None:
+        options.gamma = default_gamma(options.block_size)
+    if options.steps is None and options.minutes is None:
+        options.steps = 3000

@@ -1,0 +1,117 @@
+"""Prompt files, and which prompts are held out.
+
+A prompt's key is a hash of its tokens. Prompts are kept in the order of their keys, which is as
+good as shuffled, and the first of them are held out: the same ones in every run, whatever files
+they come from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_dflash.train.batches import encode_prompt
+
+# fewer tokens than this are no answer to learn from
+_ROOM = 16
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    name: str
+    rows: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Prompts:
+    token_ids: dict[str, list[int]]  # by key, in the order of the keys
+    files: list[PromptFile]
+    too_long: int
+    repeated: int
+
+
+def key_of(token_ids: Sequence[int]) -> str:
+    return hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=8).hexdigest()
+
+
+def read_prompts(
+    paths: Sequence[Path], *, tokenizer: Any, thinking: bool | None, max_length: int
+) -> Prompts:
+    """Return every distinct prompt that leaves room for an answer."""
+    check_template(tokenizer, thinking)
+    found: dict[str, list[int]] = {}
+    files, too_long, repeated = [], 0, 0
+    for path in paths:
+        rows = 0
+        for messages in read_messages(path):
+            rows += 1
+            ids = encode_prompt(tokenizer, messages, thinking=thinking)
+            key = key_of(ids)
+            too_long += len(ids) + _ROOM > max_length
+            repeated += key in found
+            if len(ids) + _ROOM <= max_length:
+                found[key] = ids
+        files.append(PromptFile(path.name, rows, hashlib.sha256(path.read_bytes()).hexdigest()))
+    if not found:
+        raise ValueError(
+            f"{', '.join(map(str, paths))}: no prompt to answer ({too_long} are longer than "
+            f"--max-length {max_length} allows). Pass more prompts or raise --max-length."
+        )
+    return Prompts(dict(sorted(found.items())), files, too_long, repeated)
+
+
+def check_template(tokenizer: Any, thinking: bool | None) -> None:
+    """Refuse a tokenizer that cannot render chats as they will be served."""
+    template = tokenizer.chat_template
+    if not template:
+        raise ValueError(
+            f"The tokenizer of {tokenizer.name_or_path} has no chat template, so prompts cannot be "
+            "put as a server would put them. Use an instruction-tuned target, or add a "
+            "chat_template to its tokenizer_config.json."
+        )
+    if thinking is not None and "enable_thinking" not in str(template):
+        raise ValueError(
+            f"--thinking {'on' if thinking else 'off'} was asked for, but the chat template of "
+            f"{tokenizer.name_or_path} knows no enable_thinking. Leave --thinking at default."
+        )
+
+
+def read_messages(path: Path) -> Iterator[list[dict[str, str]]]:
+    """Yield the chats of one file, each ending with a user's turn."""
+    if not path.is_file():
+        raise ValueError(f"--prompts names {path}, which is not a file.")
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            if path.suffix == ".txt":
+                yield [{"role": "user", "content": line.strip()}]
+            else:
+                yield _read_row(line, f"{path}, line {number}")
+
+
+def _read_row(line: str, place: str) -> list[dict[str, str]]:
+    wanted = "Each line needs `prompt` (a string) or `messages` (a list of role and content)."
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not JSON ({error}). {wanted}") from None
+    if isinstance(row, dict) and isinstance(row.get("prompt"), str):
+        return [{"role": "user", "content": row["prompt"]}]
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and "role" in m and isinstance(m.get("content"), str) for m in messages
+    ):
+        found = sorted(row) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(f"{place} has {found}. {wanted}")
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise ValueError(f"{place} has no user's turn. {wanted}")
+    return messages

@@ -1,0 +1,339 @@
+"""`python -m sglang_dflash train`: from a target and prompts to a drafter folder, in stages.
+
+    answers    OUT/answers-*.jsonl.gz: the target's own answers
+    train      OUT/checkpoint.pt, OUT/progress.jsonl, OUT/drafter/
+    evaluate   OUT/scores.json, and the card in OUT/drafter/
+
+Every stage continues from what `--resume` finds in OUT. `--steps` makes a run exact: interrupted
+and resumed it gives the weights of an uninterrupted one, bit for bit on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from sglang_dflash.reference.generate import generate
+from sglang_dflash.reference.model import Drafter, DrafterConfig
+from sglang_dflash.train import answers as store
+from sglang_dflash.train.card import versions, write_card
+from sglang_dflash.train.evaluate import accept_length, histogram, sample_at
+from sglang_dflash.train.fit import fit
+from sglang_dflash.train.options import FIXED, check_options, read_temperatures
+from sglang_dflash.train.prompts import check_template, read_prompts
+from sglang_dflash.train.shape import load_target_parts, make_drafter_config
+
+# starts an engine for the target's answers; the caller knows one, because only it knows SGLang
+Engine = Callable[..., AbstractContextManager[store.Ask]]
+
+# answers that are written together
+ENGINE_GROUP, TRANSFORMERS_GROUP = 4096, 64
+# temperatures of the real decoding loop
+EVALUATED = (0.0, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that has been checked."""
+
+    options: argparse.Namespace
+    device: torch.device
+    drafter: DrafterConfig
+    tokenizer: Any
+    stop: tuple[int, ...]
+
+    @property
+    def out(self) -> Path:
+        return self.options.out
+
+    @property
+    def pad_id(self) -> int:
+        pad = self.tokenizer.pad_token_id
+        return pad if pad is not None else self.stop[0]
+
+    def read(self, name: str) -> dict[str, Any]:
+        path = self.out / name
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def write(self, name: str, values: dict[str, Any]) -> None:
+        (self.out / name).write_text(json.dumps(values, indent=1) + "\n")
+
+
+def run_train(options: argparse.Namespace, *, engine: Engine | None = None) -> int:
+    """Run the stages that are asked for and not yet done; return 2 for a refused request."""
+    transformers_logging.disable_progress_bar()
+    try:
+        run = prepare(options)
+        found = collect_answers(run, engine)
+    except ValueError as error:
+        print(f"train: {error}", file=sys.stderr)
+        return 2
+    if options.stop_after == "answers":
+        return 0
+    target = load_target(run)
+    if not options.evaluate_only:
+        finished = fit(
+            target,
+            run.drafter,
+            answers=found,
+            options=options,
+            pad_id=run.pad_id,
+        )
+        if not finished:
+            print(f"train: paused; continue with --resume --out {run.out}", flush=True)
+            return 0
+    if options.stop_after == "train":
+        return 0
+    evaluate_drafter(run, target, found)
+    print(f"train: {run.out / 'drafter'} is ready", flush=True)
+    return 0
+
+
+def prepare(options: argparse.Namespace) -> Run:
+    """Check everything that can be checked without weights, and claim the out folder."""
+    check_options(options)
+    config, tokenizer, stop = load_target_parts(options.model_path)
+    thinking = {"on": True, "off": False, "default": None}[options.thinking]
+    check_template(tokenizer, thinking)
+    if not stop:
+        raise ValueError(
+            f"{options.model_path} names no token that ends an answer. Set eos_token_id in its "
+            "generation_config.json."
+        )
+    if options.max_length > config.max_position_embeddings:
+        raise ValueError(
+            f"--max-length {options.max_length} is more than the {config.max_position_embeddings} "
+            "positions of the target. Lower it."
+        )
+    drafter = make_drafter_config(
+        config,
+        tokenizer,
+        layers=options.layers,
+        block_size=options.block_size,
+        target_layer_ids=options.target_layer_ids,
+        mask_token_id=options.mask_token_id,
+        sliding_window=options.sliding_window,
+        stop=stop,
+    )
+    device = _device(options.device)
+    run = Run(options=options, device=device, drafter=drafter, tokenizer=tokenizer, stop=stop)
+    _claim(run)
+    return run
+
+
+def _device(name: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError(
+            "--device cuda was asked for but torch finds no GPU. Pass --device cpu, or install a "
+            "torch built for CUDA."
+        )
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def _claim(run: Run) -> None:
+    """Refuse a folder that holds another run; write run.json."""
+    options, known = run.options, run.read("run.json")
+    if known and not (options.resume or options.evaluate_only):
+        raise ValueError(
+            f"--out {run.out} already holds a run for {known['settings']['model_path']}. Pass "
+            "--resume to continue it, or another folder."
+        )
+    if options.evaluate_only and not (run.out / "drafter" / "config.json").exists():
+        raise ValueError(f"--evaluate-only found no drafter in {run.out / 'drafter'}. Train first.")
+    settings = {name: getattr(options, name) for name in FIXED}
+    was = known.get("settings", settings)
+    changed = [f"{n} was {was[n]!r}, now {settings[n]!r}" for n in FIXED if was[n] != settings[n]]
+    if changed:
+        raise ValueError(
+            f"--out {run.out} holds a run with other settings: {'; '.join(changed)}. Repeat the "
+            "earlier ones, or pass another folder."
+        )
+    run.out.mkdir(parents=True, exist_ok=True)
+    named = torch.cuda.get_device_name() if run.device.type == "cuda" else "a CPU"
+    command = "python -m sglang_dflash " + shlex.join(sys.argv[1:])
+    commands = known.get("commands", [])
+    fresh = {
+        "settings": settings,
+        "commands": commands if options.evaluate_only else [*commands, command],
+        "device": named,
+        "versions": versions(),
+        "licence": options.licence,
+    }
+    run.write("run.json", {"files": [], "answers": {}} | known | fresh)
+
+
+def collect_answers(run: Run, engine: Engine | None) -> dict[str, store.Answer]:
+    """Return the answers to train on, generating what is missing."""
+    options = run.options
+    if options.answers:
+        found = store.read_answers(options.answers)
+        files = [
+            {"name": path.name, "rows": "answers", "sha256": store.sha256(path)}
+            for path in options.answers
+        ]
+        made_by = "another run"
+    else:
+        found = store.read_answers(store.answer_files(run.out), repair=True)
+        files, made_by = run.read("run.json")["files"], "an earlier call"
+        if options.prompts:
+            files, made_by = generate_answers(run, engine, known=found)
+            found = store.read_answers(store.answer_files(run.out))
+    if len(found) <= options.held_out:
+        raise ValueError(
+            f"{len(found)} answers were found and --held-out is {options.held_out}: nothing is "
+            "left to train on. Pass more --prompts or --answers, or hold out fewer."
+        )
+    _note_answers(run, found, files=files, made_by=made_by)
+    return found
+
+
+def generate_answers(
+    run: Run, engine: Engine | None, *, known: dict[str, store.Answer]
+) -> tuple[list[dict[str, Any]], str]:
+    """Answer the prompts that have no answer yet; return the files and what answered."""
+    options = run.options
+    thinking = {"on": True, "off": False, "default": None}[options.thinking]
+    prompts = read_prompts(
+        options.prompts, tokenizer=run.tokenizer, thinking=thinking, max_length=options.max_length
+    )
+    questions = store.make_questions(
+        prompts.token_ids,
+        held_out=options.held_out,
+        temperatures=read_temperatures(options.temperatures),
+        max_new_tokens=options.max_new_tokens,
+        max_length=options.max_length,
+        seed=options.seed,
+    )
+    missing = [question for question in questions if question.key not in known]
+    kind = options.engine
+    if kind == "auto":
+        kind = "sglang" if run.device.type == "cuda" and engine is not None else "transformers"
+    print(
+        f"train: {len(questions)} prompts ({prompts.repeated} repeated and {prompts.too_long} too "
+        f"long left out), {len(missing)} to answer with {kind}",
+        flush=True,
+    )
+    files = [asdict(file) for file in prompts.files]
+    if not missing:
+        return files, kind
+    seconds = options.answer_minutes * 60 if options.answer_minutes else None
+    write = {"stop": run.stop, "folder": run.out, "seconds": seconds}
+    if kind == "transformers":
+        target = load_target(run)
+        ask = store.ask_transformers(target, stop=run.stop, pad_id=run.pad_id, seed=options.seed)
+        store.answer_questions(missing, ask=ask, group=TRANSFORMERS_GROUP, **write)
+        return files, kind
+    if engine is None:
+        raise ValueError("--engine sglang was asked for but SGLang is not installed here.")
+    began = time.monotonic()
+    with engine(
+        options.model_path,
+        stop=run.stop,
+        seed=options.seed,
+        max_length=options.max_length,
+        rows=options.engine_rows,
+        attention_backend=options.attention_backend,
+    ) as ask:
+        print(f"train: engine ready after {time.monotonic() - began:.0f} s", flush=True)
+        store.answer_questions(missing, ask=ask, group=ENGINE_GROUP, **write)
+    return files, kind
+
+
+def _note_answers(
+    run: Run, found: dict[str, store.Answer], *, files: list[dict[str, Any]], made_by: str
+) -> None:
+    values = run.read("run.json")
+    if made_by == "an earlier call":
+        made_by = values["answers"].get("engine", made_by)
+    values["files"] = files
+    values["answers"] = {
+        "count": len(found),
+        "tokens": sum(len(answer.answer_ids) for answer in found.values()),
+        "stopped": sum(answer.finish == "stop" for answer in found.values()),
+        "held_out": run.options.held_out,
+        "temperatures": " ".join(run.options.temperatures),
+        "engine": made_by,
+    }
+    run.write("run.json", values)
+    print(
+        f"train: {values['answers']['count']} answers, {values['answers']['tokens']} tokens, "
+        f"{values['answers']['stopped']} ended by themselves",
+        flush=True,
+    )
+
+
+def load_target(run: Run) -> PreTrainedModel:
+    """Load the target frozen, in the dtype it will be served in."""
+    dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
+    target = AutoModelForCausalLM.from_pretrained(
+        run.options.model_path, dtype=dtype, attn_implementation="sdpa"
+    )
+    return target.to(run.device).eval().requires_grad_(False)
+
+
+def evaluate_drafter(
+    run: Run, target: PreTrainedModel, answers: dict[str, store.Answer]
+) -> dict[str, Any]:
+    """Measure the exported drafter in the real loop and write its card."""
+    options = run.options
+    drafter = Drafter.from_pretrained(run.out / "drafter", target.dtype).to(run.device)
+    keys = list(answers)[: min(options.held_out, options.evaluate_prompts)]
+    loops = []
+    for temperature in EVALUATED:
+        choose = sample_at(temperature, seed=options.seed)
+        generations = [
+            generate(
+                target,
+                drafter,
+                answers[key].prompt_ids.tolist(),
+                max_new_tokens=options.evaluate_tokens,
+                eos_token_ids=run.stop,
+                choose=choose,
+            )
+            for key in store.watch(keys, f"evaluate at temperature {temperature:g}")
+        ]
+        loops.append(
+            {
+                "temperature": temperature,
+                "prompts": len(keys),
+                "verify_steps": sum(len(g.blocks) for g in generations),
+                "accept_length": accept_length(generations),
+                "histogram": histogram(generations),
+            }
+        )
+    scores = run.read("scores.json") | {
+        "loops": loops,
+        "evaluate_tokens": options.evaluate_tokens,
+        "held_out": options.held_out,
+        "device": f"{run.read('run.json')['device']}, {str(target.dtype).removeprefix('torch.')}",
+    }
+    run.write("scores.json", scores)
+    path = run.out / "progress.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    card = write_card(
+        config=drafter.config,
+        run=run.read("run.json"),
+        scores=scores,
+        progress=[json.loads(line) for line in lines],
+    )
+    (run.out / "drafter" / "README.md").write_text(card)
+    for loop in loops:
+        print(
+            f"train: accept length {loop['accept_length']:.2f} at temperature "
+            f"{loop['temperature']:g} over {loop['verify_steps']} verify steps",
+            flush=True,
+        )
+    return scores

@@ -1,0 +1,122 @@
+"""The drafter that suits a target: sizes, layers to listen to, mask token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
+
+from sglang_dflash.reference.model import FULL, SLIDING, DrafterConfig
+
+FEATURE_LAYERS = 5
+
+
+def load_target_parts(model_path: str) -> tuple[PretrainedConfig, Any, tuple[int, ...]]:
+    """Return the target's text config, its tokenizer, and the tokens that end an answer."""
+    try:
+        config = AutoConfig.from_pretrained(model_path).get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+    except (OSError, ValueError) as error:
+        kind = "folder" if Path(model_path).is_dir() else "name"
+        raise ValueError(
+            f"--model-path {model_path} (a {kind}) has no model that transformers can read: "
+            f"{str(error).splitlines()[0]} Pass a folder with config.json and a tokenizer, or a "
+            "name you have access to."
+        ) from None
+    try:
+        ends = GenerationConfig.from_pretrained(model_path).eos_token_id
+    except OSError:
+        ends = config.eos_token_id
+    found = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    return config, tokenizer, tuple(sorted(i for i in found if i is not None))
+
+
+def spread_layer_ids(count: int, features: int = FEATURE_LAYERS) -> tuple[int, ...]:
+    """Return distinct layers, evenly from the second to the third-last of `count`."""
+    if count < 4:
+        return tuple(range(max(1, count - 1)))
+    ids = {round(1 + i * (count - 4) / (features - 1)) for i in range(features)}
+    return tuple(sorted(ids))
+
+
+def choose_mask_token(config: PretrainedConfig, tokenizer: Any) -> int:
+    """Return the tokenizer's mask token; else the first embedding row that no token uses; else
+    the last special token that the chat template does not name."""
+    if tokenizer.mask_token_id is not None:
+        return tokenizer.mask_token_id
+    if len(tokenizer) < config.vocab_size:
+        return len(tokenizer)
+    taken = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token, tokenizer.unk_token}
+    special = {
+        id_: token.content
+        for id_, token in tokenizer.added_tokens_decoder.items()
+        if token.special and token.content not in taken
+    }
+    free = [i for i, text in special.items() if text not in str(tokenizer.chat_template)]
+    if not free:
+        raise ValueError(
+            "The target has no mask token, no unused embedding row and no unused special token. "
+            "Pass --mask-token-id with a token that its chats do not contain."
+        )
+    return max(free)
+
+
+def _check_mask_token(mask_token_id: int, config: PretrainedConfig) -> None:
+    if not 0 <= mask_token_id < config.vocab_size:
+        raise ValueError(
+            f"--mask-token-id {mask_token_id} lies outside the target's vocabulary of "
+            f"{config.vocab_size}. Pass 0 to {config.vocab_size - 1}."
+        )
+
+
+def _layer_types(layers: int, sliding_window: int) -> tuple[str, ...]:
+    # as in the released pairs: the last layer sees everything
+    return ((SLIDING if sliding_window else FULL),) * (layers - 1) + (FULL,)
+
+
+def make_drafter_config(
+    config: PretrainedConfig,
+    tokenizer: Any,
+    *,
+    layers: int,
+    block_size: int,
+    target_layer_ids: Sequence[int] | None,
+    mask_token_id: int | None,
+    sliding_window: int,
+    stop: Sequence[int],
+) -> DrafterConfig:
+    """Return a drafter with the target's widths, heads and rope."""
+    if mask_token_id is None:
+        mask_token_id = choose_mask_token(config, tokenizer)
+    _check_mask_token(mask_token_id, config)
+    heads = config.num_attention_heads
+    return DrafterConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 3 * config.hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab_size=config.vocab_size,
+        block_size=block_size,
+        num_target_layers=config.num_hidden_layers,
+        mask_token_id=mask_token_id,
+        target_layer_ids=tuple(target_layer_ids or spread_layer_ids(config.num_hidden_layers)),
+        layer_types=_layer_types(layers, sliding_window),
+        sliding_window=sliding_window or None,
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        rope_theta=_rope_theta(config),
+        max_position_embeddings=config.max_position_embeddings,
+        eos_token_id=stop[0] if stop else None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _rope_theta(config: PretrainedConfig) -> float:
+    # transformers 5 nests it, for some models once more by the type of layer
+    nested = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" not in nested:
+        nested = next((v for v in nested.values() if isinstance(v, dict)), {})
+    return float(nested.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
