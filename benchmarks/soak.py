@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,8 @@ def check(plain_url: str, url: str, ask: Ask, outcome: Outcome, lock: threading.
         outcome.aborted += ask.abort_after is not None
         outcome.tokens += len(found)
         if found != expected:
-            outcome.wrong.append(json.dumps({"ask": ask.body, "want": expected, "got": found}))
+            wrong = {"ask": asdict(ask), "want": expected, "got": found}
+            outcome.wrong.append(json.dumps(wrong))
 
 
 def encode_questions() -> list[list[int]]:
@@ -223,7 +224,7 @@ def faults(report: dict[str, Any]) -> list[str]:
     memory = report["memory_mb"]
     growth = memory[-1] - memory[len(memory) // 3]
     found = {
-        f"{len(report['wrong'])} wrong answers": report["wrong"],
+        f"{len(report['wrong'])} wrong answers: {report['wrong'][:3]}": report["wrong"],
         f"{len(report['failed'])} requests failed: {report['failed'][:3]}": report["failed"],
         f"{report['free_kv_slots']} of {POOL} KV slots are free": report["free_kv_slots"] != POOL,
         # a matter of timing; a short storm may do without
