@@ -1,0 +1,128 @@
+"""The table of benchmarks/recipes.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MEMORY = {
+    "target_weights": "target",
+    "draft_weights": "drafter",
+    "target_kv": "target KV",
+    "draft_kv": "draft KV",
+    "graphs": "graphs",
+}
+LEGEND = (
+    "Decode tokens/s; for DFLASH at accept lengths {lengths}. ~ marks a rate that follows from the "
+    "step time measured at another length. Memory in GB as SGLang reports it. A quotient with * "
+    "compares servers of different calls."
+)
+
+# a server's measurement, as recipes.py stores it
+Cell = dict[str, Any]
+
+
+def rate_at(cells: list[Cell], length: int, requests: int) -> tuple[float, bool] | None:
+    """Return a rate and whether it was measured, from the cells of one system at any lengths."""
+    by_length = {cell["length"]: step_ms(cell, requests) for cell in cells}
+    measured = by_length.get(length)
+    if measured is not None:
+        return 1000 * requests * length / measured, True
+    for other in sorted(by_length, reverse=True):
+        step = by_length[other]
+        if step is not None:
+            return 1000 * requests * length / step, False
+    return None
+
+
+def step_ms(cell: Cell, requests: int) -> float | None:
+    return next((p["step_ms"] for p in cell.get("points", ()) if p["requests"] == requests), None)
+
+
+def rate_cell(cells: list[Cell], lengths: list[int], requests: int) -> str:
+    if cells[0]["system"] == "plain":
+        step = step_ms(cells[0], requests)
+        return "" if step is None else f"{1000 * requests / step:.0f}"
+    found = [rate_at(cells, length, requests) for length in lengths]
+    return " / ".join("" if f is None else f"{f[0]:.0f}{'' if f[1] else '~'}" for f in found)
+
+
+def quotient(cells: list[Cell], others: list[Cell], requests: int) -> str:
+    """Return how many times faster `cells` is than `others`, at the greatest length both have."""
+    shared = {c["length"]: c for c in cells if step_ms(c, requests)}
+    against = {c["length"]: c for c in others if step_ms(c, requests)}
+    lengths = sorted(shared.keys() & against.keys())
+    if not lengths:
+        return ""
+    one, other = shared[lengths[-1]], against[lengths[-1]]
+    ratio = (step_ms(other, requests) or 0.0) / (step_ms(one, requests) or 1.0)
+    return f"{ratio:.2f}x{'' if one['call'] == other['call'] else '*'}"
+
+
+def memory_cell(cell: Cell, part: str) -> str:
+    value = cell["memory_gb"].get(part)
+    return "" if value is None else f"{value:.1f}"
+
+
+def report(cells: list[Cell], *, shown_lengths: list[int]) -> str:
+    """Return the table, what failed, and how far derived rates were off, as Markdown."""
+    good = [cell for cell in cells if "error" not in cell]
+    requests = sorted({p["requests"] for cell in good for p in cell["points"]})
+    rows: dict[tuple[str, str], dict[str, list[Cell]]] = {}
+    for cell in good:
+        systems = rows.setdefault((cell["recipe"], cell["variant"]), {})
+        systems.setdefault(cell["system"], []).append(cell)
+    heads = ["recipe", "variant", "system", "start, s", "answers OpenAI", *MEMORY.values()]
+    heads += ["KV tokens", *(f"tok/s, {n} requests" for n in requests)]
+    heads += [f"ours / in-tree, {n}" for n in requests]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for (recipe, variant), systems in rows.items():
+        for system, found in systems.items():
+            first = max(found, key=lambda cell: cell["length"])
+            row = [recipe, variant, system, f"{first['start_s']:.0f}"]
+            row += ["yes" if first["openai"]["completion_tokens"] else "no"]
+            row += [memory_cell(first, part) for part in MEMORY]
+            row += [str(first["memory_gb"]["kv_tokens"])]
+            row += [rate_cell(found, shown_lengths, n) for n in requests]
+            others = systems.get("in-tree", []) if system == "ours" else []
+            row += [quotient(found, others, n) for n in requests]
+            lines.append("| " + " | ".join(row) + " |")
+    legend = LEGEND.format(lengths=" / ".join(map(str, shown_lengths)))
+    parts = [legend, "\n".join(lines), checks(rows, requests), failures(cells)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def checks(rows: dict[tuple[str, str], dict[str, list[Cell]]], requests: list[int]) -> str:
+    """Return, for every length measured beside another, what the derivation would have given."""
+    lines = []
+    for (recipe, variant), systems in rows.items():
+        for system, found in systems.items():
+            if system == "plain" or len(found) < 2:
+                continue
+            base = max(found, key=lambda cell: cell["length"])
+            for cell in found:
+                if cell is base:
+                    continue
+                for n in requests:
+                    measured = rate_at([cell], cell["length"], n)
+                    derived = rate_at([base], cell["length"], n)
+                    if measured is None or derived is None:
+                        continue
+                    off = derived[0] / measured[0] - 1
+                    lines.append(
+                        f"{recipe}, {variant}, {system}, accept length {cell['length']}, "
+                        f"{n} requests: measured {measured[0]:.0f}, derived {derived[0]:.0f} "
+                        f"tok/s ({off:+.1%})"
+                    )
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def failures(cells: list[Cell]) -> str:
+    """Return each failure with the last line of its log that says something."""
+    lines = []
+    for cell in cells:
+        if "error" in cell:
+            said = [line.strip() for line in cell["error"].splitlines() if "Error" in line]
+            reason = said[-1] if said else cell["error"].strip().splitlines()[-1]
+            name = ", ".join([cell["recipe"], cell["variant"], cell["system"]])
+            lines.append(f"- {name}: did not run: {reason[:300]}")
+    return "\n".join(lines)

@@ -1,0 +1,124 @@
+"""The plan, the budget and the table of benchmarks/recipes.py, without a server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recipes
+from recipe_report import report
+
+
+def measured(step_ms: float, call: int = 0, **cell: Any) -> dict[str, Any]:
+    memory = {"target_weights": 15.3, "target_kv": 90.0, "graphs": 1.25, "kv_tokens": 600000}
+    return {
+        "recipe": "qwen3-8b",
+        "variant": "bf16",
+        "call": call,
+        "start_s": 71.4,
+        "openai": {"completion_tokens": 16},
+        "memory_gb": memory,
+        "points": [{"requests": 2, "tokens_per_s": 0.0, "step_ms": step_ms}],
+        **cell,
+    }
+
+
+def test_every_recipe_has_shapes() -> None:
+    assert recipes.known_recipes(recipes.SHAPES) == [
+        "gemma4-26b-a4b",
+        "gemma4-31b",
+        "llama-3.1-8b",
+        "qwen3-4b",
+        "qwen3-8b",
+        "qwen3-coder-30b-a3b",
+    ]
+    for name in recipes.known_recipes(recipes.SHAPES):
+        drafter = json.loads((recipes.SHAPES / f"{name}-draft" / "config.json").read_text())
+        target = json.loads((recipes.SHAPES / name / "config.json").read_text())
+        assert drafter["hidden_size"] == target["hidden_size"]
+        assert drafter["num_target_layers"] == target["num_hidden_layers"]
+
+
+def test_the_plan_starts_plain_once_and_dflash_at_every_length() -> None:
+    options = recipes.parse(["--recipes", "qwen3-8b", "--verify-lengths", "4"])
+    assert [tuple(cell)[2:] for cell in recipes.plan(options)] == [
+        ("plain", 0),
+        ("in-tree", 8),
+        ("in-tree", 4),
+        ("ours", 8),
+        ("ours", 4),
+    ]
+
+
+def test_an_unknown_recipe_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        recipes.parse(["--recipes", "qwen9"])
+    assert "qwen9" in capsys.readouterr().err
+
+
+def test_failures_are_kept_and_a_spent_budget_leaves_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later call goes on where the budget ended."""
+    started = []
+
+    def run_cell(cell: recipes.Cell, *_: Any, **__: Any) -> dict[str, Any]:
+        started.append(cell.system)
+        if cell.system == "in-tree":
+            raise RuntimeError("server ended:\nValueError: no such backend\nbye")
+        return {k: v for k, v in measured(10.0).items() if k not in ("recipe", "variant", "call")}
+
+    monkeypatch.setattr(recipes, "run_cell", run_cell)
+    arguments = ["--recipes", "qwen3-4b", "--out", str(tmp_path / "r")]
+    _, missing = recipes.run(recipes.parse([*arguments, "--budget-s", "1"]))
+    assert len(missing) == 3 and started == []
+    options = recipes.parse(arguments)
+    results, missing = recipes.run(options)
+    assert missing == [] and started == ["plain", "in-tree", "ours"]
+    assert "in-tree: did not run: ValueError: no such backend" in results.text()
+    recipes.run(options)
+    assert len(started) == 3
+    recipes.run(recipes.parse([*arguments, "--retry"]))
+    assert started[3:] == ["in-tree"]
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert len(found["earlier_calls"]) == 1 and len(found["cells"]) == 3
+
+
+def test_the_table_marks_what_is_derived_and_what_is_not_one_call() -> None:
+    cells = [
+        measured(10.0, system="plain", length=0),
+        measured(24.0, system="in-tree", length=8),
+        measured(20.0, system="ours", length=8, call=1),
+        measured(19.0, system="ours", length=4, call=1),
+    ]
+    text = report(cells, shown_lengths=[4, 6, 8])
+    rows = {line.split(" | ")[2]: line.split(" | ")[-2:] for line in text.splitlines()[4:7]}
+    assert rows["plain"] == ["200", " |"]
+    # 2 requests of 4, 6 and 8 tokens every 24 ms
+    assert rows["in-tree"] == ["333~ / 500~ / 667", " |"]
+    assert rows["ours"] == ["421 / 600~ / 800", "1.20x* |"]
+    assert "accept length 4, 2 requests: measured 421, derived 400 tok/s (-5.0%)" in text
+
+
+def test_memory_is_read_part_by_part() -> None:
+    log = "\n".join(
+        [
+            "Load weight end. type=Qwen3ForCausalLM, avail mem=120.00 GB, mem usage=15.27 GB.",
+            "Load weight end. type=DFlashDraftModel, avail mem=118.00 GB, mem usage=1.96 GB.",
+            "Memory pool end. avail mem=30.50 GB",
+            "Memory pool end. avail mem=20.25 GB",
+        ]
+    )
+    usage = {
+        "weight": 15.27,
+        "kvcache": 87.5,
+        "startup_available": 17.0,
+        "token_capacity": 600000,
+        "token_capacity_swa": None,
+        "graph": {"decode": 1.0, "prefill": 0.5},
+    }
+    found = recipes.memory_by_part({"memory_usage": usage}, log)
+    assert (found["draft_weights"], found["draft_kv"], found["graphs"]) == (1.96, 10.25, 1.5)
+    assert (found["target_weights"], found["target_kv"]) == (15.27, 87.5)
