@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         from sglang_dflash.glue.offline import offline_engine
         from sglang_dflash.train.run import run_train
 
+        options.command_line = sys.argv[1:] if arguments is None else arguments
         return run_train(options, engine=offline_engine if compat.installed_release() else None)
     from sglang_dflash.report import run_report
 

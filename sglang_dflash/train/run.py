@@ -163,7 +163,7 @@ def _claim(run: Run) -> None:
         )
     run.out.mkdir(parents=True, exist_ok=True)
     named = torch.cuda.get_device_name() if run.device.type == "cuda" else "a CPU"
-    command = "python -m sglang_dflash " + shlex.join(sys.argv[1:])
+    command = "python -m sglang_dflash " + shlex.join(options.command_line)
     commands = known.get("commands", [])
     fresh = {
         "settings": settings,

@@ -1,0 +1,322 @@
+"""`python -m sglang_dflash train` in small: stages, what they leave behind, resuming, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from sglang_dflash.__main__ import main
+from sglang_dflash.pairs import tiny_target
+from sglang_dflash.reference.generate import generate_plain
+from sglang_dflash.reference.model import FULL, SLIDING, Drafter
+from sglang_dflash.train.answers import (
+    Question,
+    answer_files,
+    append_answers,
+    ask_transformers,
+    make_questions,
+    read_answers,
+)
+from sglang_dflash.train.batches import Batches, make_example
+from sglang_dflash.train.blocks import choose_attention
+from sglang_dflash.train.data import sample_prompts
+from sglang_dflash.train.options import default_gamma, read_temperatures
+from sglang_dflash.train.prompts import read_prompts
+from sglang_dflash.train.shape import choose_mask_token, make_drafter_config, spread_layer_ids
+
+SMALL = (
+    f"--model-path={tiny_target()}",
+    "--device=cpu",
+    "--layers=2",
+    "--sliding-window=32",
+    "--max-length=160",
+    "--max-new-tokens=24",
+    "--held-out=3",
+    "--tokens-per-batch=480",
+    "--anchors=16",
+    "--steps=5",
+    "--evaluate-prompts=1",
+    "--evaluate-tokens=12",
+)
+
+
+def train(*arguments: str | Path) -> int:
+    return main(["train", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three files in the three forms: 8, 3 and 2 prompts."""
+    texts = sample_prompts(13, seed=1, split="train")
+    folder = tmp_path_factory.mktemp("prompts")
+    rows = [json.dumps({"id": i, "prompt": text}) for i, text in enumerate(texts[:8])]
+    (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    chats = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "not the target's"}]
+        for text in texts[8:11]
+    ]
+    rows = [json.dumps({"messages": chat}) for chat in chats]
+    (folder / "chats.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "lines.txt").write_text("\n\n".join(t.replace("\n", " ") for t in texts[11:]))
+    return [folder / "prompts.jsonl", folder / "chats.jsonl", folder / "lines.txt"]
+
+
+@pytest.fixture(scope="module")
+def out(prompts: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a whole run."""
+    folder = tmp_path_factory.mktemp("run") / "out"
+    assert train(*SMALL, "--prompts", *prompts, "--out", folder, "--licence", "Apache-2.0") == 0
+    return folder
+
+
+def test_a_run_leaves_a_drafter_in_the_released_format(out: Path):
+    """If this broke, what was trained could not be served."""
+    drafter = Drafter.from_pretrained(out / "drafter")
+    assert drafter.config.layer_types == (SLIDING, FULL)
+    assert drafter.config.sliding_window == 32
+    assert drafter.config.mask_token_id == 3
+    names = {path.name for path in (out / "drafter").iterdir()}
+    assert names == {"config.json", "model.safetensors", "README.md"}
+
+
+def test_answers_are_the_targets_own_tokens(out: Path):
+    """If this broke, the drafter would learn text that the target does not write."""
+    answers = read_answers(answer_files(out))
+    assert len(answers) == 13
+    assert list(answers) == sorted(answers)
+    target = AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.float32).eval()
+    greedy = [a for a in answers.values() if not a.temperature]
+    assert all(not a.temperature for a in list(answers.values())[:3]), "held-out ones are greedy"
+    for answer in greedy[:4]:
+        plain = generate_plain(
+            target, answer.prompt_ids.tolist(), max_new_tokens=24, eos_token_ids={2}
+        )
+        assert answer.answer_ids.tolist() == plain
+        assert answer.finish == ("stop" if plain[-1] == 2 else "length")
+
+
+def test_the_card_says_what_was_done(out: Path, prompts: list[Path]):
+    """If this broke, nobody could make the drafter again or trust its figures."""
+    card = (out / "drafter" / "README.md").read_text()
+    run = json.loads((out / "run.json").read_text())
+    assert [(f["name"], f["rows"]) for f in run["files"]] == [
+        ("prompts.jsonl", 8),
+        ("chats.jsonl", 3),
+        ("lines.txt", 2),
+    ]
+    for text in (run["files"][0]["sha256"], "--held-out=3", "Apache-2.0", "5 steps", "| 1 | 1 |"):
+        assert text in card, text
+    rows = [json.loads(line) for line in (out / "progress.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 5
+    assert all(row["seconds"] > 0 and row["estimate"] >= 1 for row in rows)
+
+
+def test_the_drafter_can_be_measured_again(out: Path, tmp_path: Path):
+    """If this broke, a score could not be checked without training."""
+    copy = tmp_path / "out"
+    shutil.copytree(out, copy)
+    before = json.loads((copy / "scores.json").read_text())
+    (copy / "scores.json").unlink()
+    assert train(*SMALL, "--out", copy, "--evaluate-only") == 0
+    after = json.loads((copy / "scores.json").read_text())
+    assert after["loops"] == before["loops"]
+
+
+def test_a_resumed_run_ends_with_the_same_weights(out: Path, tmp_path: Path):
+    """If this broke, an interruption would change the result."""
+    answers = (*SMALL, "--answers", *answer_files(out), "--stop-after", "train")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train(*answers, "--out", whole) == 0
+    # a pause that is over at once: one step at a time
+    assert train(*answers, "--out", parts, "--pause-after", "1e-9") == 0
+    state = torch.load(parts / "checkpoint.pt", weights_only=True)
+    assert state["step"] == 1
+    assert train(*answers, "--out", parts, "--pause-after", "1e-9", "--resume") == 0
+    assert train(*answers, "--out", parts, "--resume") == 0
+    one, two = (torch.load(f / "checkpoint.pt", weights_only=True) for f in (whole, parts))
+    assert one["step"] == two["step"] == 5
+    for name, value in one["module"].items():
+        assert torch.equal(value, two["module"][name]), name
+    files = [(f / "drafter" / "model.safetensors").read_bytes() for f in (whole, parts)]
+    assert files[0] == files[1]
+
+
+def test_a_fresh_order_of_batches_can_be_entered_anywhere():
+    """If this broke, a resumed run would read some examples twice and others never."""
+    examples = [make_example([7] * n, [1] * n) for n in range(2, 30)]
+    settings = {"tokens_per_batch": 64, "pad_id": 0, "seed": 4}
+    first = Batches(examples, **settings)
+    lens = [next(first).lens.tolist() for _ in range(3 * len(first.groups))]
+    assert sorted(sum(lens[: len(first.groups)], [])) == list(range(2, 30))
+    second = Batches(examples, **settings)
+    second.seek(1, 2)
+    assert next(second).lens.tolist() == lens[len(second.groups) + 2]
+
+
+def test_an_interrupted_group_of_answers_is_dropped_and_the_rest_kept(out: Path, tmp_path: Path):
+    """If this broke, a killed run would lose its answers, or never read further ones."""
+    answers = list(read_answers(answer_files(out)).values())
+    append_answers(tmp_path, answers[:5])
+    (path,) = answer_files(tmp_path)
+    complete = path.stat().st_size
+    append_answers(tmp_path, answers[5:9])
+    path.write_bytes(path.read_bytes()[: complete + 40])
+    assert list(read_answers([path], repair=True)) == [a.key for a in answers[:5]]
+    append_answers(tmp_path, answers[5:])
+    assert read_answers([path]) == {a.key: a for a in answers}
+
+
+def test_sampled_answers_do_not_depend_on_how_a_run_was_cut():
+    """If this broke, a resumed run would not have the answers of its seed."""
+    target = AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.float32).eval()
+    questions = [Question(str(i), [1, 40 + i, 50], 1.0, 6) for i in range(4)]
+    ask = ask_transformers(target, stop=(2,), pad_id=0, seed=0, rows=2)
+    assert ask(questions)[2:] == ask(questions[2:])
+    other = ask_transformers(target, stop=(2,), pad_id=0, seed=1, rows=2)
+    assert other(questions) != ask(questions)
+
+
+def test_questions_mix_temperatures_by_their_shares():
+    """If this broke, the drafter would see another kind of text than was asked for."""
+    prompts = {f"{i:04d}": [1, 2] for i in range(2000)}
+    questions = make_questions(
+        prompts,
+        held_out=100,
+        temperatures=read_temperatures(["0:50", "0.7:25", "1"]),
+        max_new_tokens=50,
+        max_length=40,
+        seed=0,
+    )
+    assert {q.temperature for q in questions[:100]} == {0.0}
+    assert {q.max_new_tokens for q in questions} == {38}
+    share = sum(q.temperature == 0.7 for q in questions[100:]) / 1900
+    assert share == pytest.approx(25 / 76, abs=0.04)
+
+
+@pytest.mark.parametrize(
+    ("count", "ids"), [(30, (1, 8, 14, 20, 27)), (36, (1, 9, 17, 25, 33)), (3, (0, 1)), (2, (0,))]
+)
+def test_features_are_spread_as_in_the_released_drafters(count: int, ids: tuple[int, ...]):
+    """If this broke, default drafters would listen to layers that say little."""
+    assert spread_layer_ids(count) == ids
+
+
+def test_without_a_mask_token_an_unused_row_or_special_token_serves():
+    """If this broke, a token of real text would mean two things."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target())
+    config = AutoConfig.from_pretrained(tiny_target())
+    assert choose_mask_token(config, tokenizer) == 3
+    tokenizer.mask_token = None
+    # <|mask|> stays a special token, and the chat template does not name it
+    assert choose_mask_token(config, tokenizer) == 3
+    config.vocab_size += 64
+    assert choose_mask_token(config, tokenizer) == 1024
+
+
+def test_the_drafter_takes_its_widths_and_rope_from_the_target():
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target())
+    config = AutoConfig.from_pretrained(tiny_target())
+    made = make_drafter_config(
+        config,
+        tokenizer,
+        layers=3,
+        block_size=8,
+        target_layer_ids=None,
+        mask_token_id=None,
+        sliding_window=0,
+        stop=(2,),
+    )
+    assert (made.hidden_size, made.intermediate_size, made.head_dim) == (128, 384, 64)
+    assert made.rope_theta == 10000.0
+    assert made.layer_types == (FULL,) * 3
+    assert made.target_layer_ids == (1, 2, 3, 4, 5)
+
+
+def test_published_decays_are_the_defaults():
+    assert [default_gamma(n) for n in (16, 10, 8)] == [7.0, 5.0, 4.0]
+
+
+def test_large_dense_masks_are_left_to_flex_attention_on_a_gpu():
+    """If this broke, long sequences would run out of memory, or short ones wait for a compiler."""
+    sizes = {"block_size": 16, "blocks": 96 * 42, "tokens_per_batch": 32768, "max_length": 768}
+    assert choose_attention(torch.device("cuda"), **sizes) == "sdpa"
+    large = sizes | {"blocks": 512 * 10, "max_length": 3072}
+    assert choose_attention(torch.device("cuda"), **large) == "flex"
+    assert choose_attention(torch.device("cpu"), **large) == "sdpa"
+
+
+def test_long_and_repeated_prompts_are_counted(tmp_path: Path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target())
+    path = tmp_path / "lines.txt"
+    path.write_text("Hello\nHello\n" + "a long line " * 60 + "\n")
+    found = read_prompts([path], tokenizer=tokenizer, thinking=None, max_length=80)
+    assert (len(found.token_ids), found.repeated, found.too_long) == (1, 1, 1)
+    assert found.files[0].rows == 3
+
+
+REFUSALS = {
+    "mask": (["--mask-token-id", "1024"], "outside the target's vocabulary of 1024"),
+    "layers": (["--target-layer-ids", "1", "7"], "must lie in 0..6 for a target of 8 layers"),
+    "thinking": (["--thinking", "on"], "knows no enable_thinking"),
+    "length": (["--max-length", "4096", "--tokens-per-batch", "4096"], "2048 positions"),
+    "batch": (["--tokens-per-batch", "100"], "cannot hold one sequence of --max-length 160"),
+    "temperatures": (["--temperatures", "hot"], "Write TEMPERATURE or TEMPERATURE:SHARE"),
+    "steps": (["--steps", "0"], "--steps is 0. Pass more than 0."),
+    "held out": (["--held-out", "13"], "13 answers were found and --held-out is 13"),
+    "target": (["--model-path", str(Path(__file__).parent)], "(a folder) has no model"),
+    "evaluate": (["--evaluate-only"], "--evaluate-only found no drafter"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_work_is_refused_with_the_reason(
+    name: str, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """If this broke, a mistake would show after an hour of generating."""
+    arguments, reason = REFUSALS[name]
+    given = (*SMALL, "--answers", *answer_files(out), "--out", tmp_path / "out", *arguments)
+    assert train(*given) == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"question": "Hi"}\n', "line 1 has ['question']. Each line needs `prompt`"),
+        ('{"prompt": "Hi"}\nHi\n', "line 2 is not JSON"),
+        ('{"messages": [{"role": "assistant", "content": "Hi"}]}\n', "line 1 has no user's turn"),
+        ("", "no prompt to answer"),
+    ],
+    ids=["field", "json", "turn", "empty"],
+)
+def test_broken_prompt_files_are_refused_by_line(
+    text: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "broken.jsonl"
+    path.write_text(text)
+    assert train(*SMALL, "--prompts", path, "--out", tmp_path / "out") == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_target_without_chat_template_is_refused(tmp_path: Path, capsys):
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target(), target)
+    settings = json.loads((target / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (target / "tokenizer_config.json").write_text(json.dumps(settings))
+    arguments = ("--model-path", target, "--prompts", "x.txt", "--out", tmp_path / "out")
+    assert train(*SMALL, *arguments) == 2
+    assert "has no chat template" in capsys.readouterr().err
+
+
+def test_a_folder_that_holds_another_run_is_not_overwritten(out: Path, capsys):
+    """If this broke, a slip of the keyboard could cost a trained drafter."""
+    assert train(*SMALL, "--out", out) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert train(*SMALL, "--out", out, "--resume", "--anchors", "17") == 2
+    assert "anchors was 16, now 17" in capsys.readouterr().err
