@@ -153,11 +153,23 @@ def provenance(commit: str | None, *, hidden: Iterable[str] = ()) -> dict[str, A
     return {
         "command": recorded_command(("--out", "--logs", *hidden)),
         "commit": commit or git.stdout.strip() or None,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": gpu_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "sglang": version("sglang"),
     }
+
+
+def gpu_name() -> str:
+    """Return the card's name; torch would take memory on it to tell, which the servers need."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    with contextlib.suppress(OSError):
+        found = subprocess.run(query, capture_output=True, text=True)
+        if found.returncode == 0 and found.stdout.strip():
+            return found.stdout.splitlines()[0].strip()
+    import torch
+
+    return torch.cuda.get_device_name()
 
 
 def recorded_command(hidden: Iterable[str] = ("--out", "--logs")) -> str:
