@@ -71,20 +71,28 @@ def _device_settings(rows: int) -> dict[str, Any]:
 
 
 def _ask(engine: Any, questions: Sequence[Question], stop: list[int]) -> list[list[int]]:
-    answers = engine.generate(
-        input_ids=[q.token_ids for q in questions],
-        sampling_params=[
-            {
-                "temperature": q.temperature,
-                "max_new_tokens": q.max_new_tokens,
-                "stop_token_ids": stop,
-                # the target's whole distribution, whatever its generation_config prefers
-                "top_p": 1.0,
-                "top_k": -1,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-            }
-            for q in questions
-        ],
-    )
-    return [answer["output_ids"] for answer in answers]
+    answers: dict[int, list[int]] = {}
+    # apart, because a batch that holds both sorts the whole vocabulary in every step
+    for greedy in (True, False):
+        places = [i for i, q in enumerate(questions) if (q.temperature == 0) == greedy]
+        if not places:
+            continue
+        found = engine.generate(
+            input_ids=[questions[i].token_ids for i in places],
+            sampling_params=[_sampling(questions[i], stop) for i in places],
+        )
+        answers |= {i: answer["output_ids"] for i, answer in zip(places, found, strict=True)}
+    return [answers[i] for i in range(len(questions))]
+
+
+def _sampling(question: Question, stop: list[int]) -> dict[str, Any]:
+    return {
+        "temperature": question.temperature,
+        "max_new_tokens": question.max_new_tokens,
+        "stop_token_ids": stop,
+        # the target's whole distribution, whatever its generation_config prefers
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }

@@ -59,16 +59,26 @@ def make_questions(
     *,
     held_out: int,
     temperatures: dict[float, float],
+    per_prompt: int = 1,
     max_new_tokens: int,
     max_length: int,
     seed: int,
 ) -> list[Question]:
-    """Return a question for each prompt; the first `held_out` are greedy."""
+    """Return `per_prompt` questions for each prompt; for the first `held_out` a greedy one.
+
+    Sorted by their keys, the questions stay in the order of the prompts.
+    """
+    warm = {t: share for t, share in temperatures.items() if t > 0} or temperatures
     found = []
     for place, (key, ids) in enumerate(prompts.items()):
-        mix = Random(f"{seed}-{key}").choices(list(temperatures), list(temperatures.values()))[0]
-        temperature = 0.0 if place < held_out else mix
-        found.append(Question(key, ids, temperature, min(max_new_tokens, max_length - len(ids))))
+        rng = Random(f"{seed}-{key}")
+        for n in range(1 if place < held_out else per_prompt):
+            # a prompt has one greedy answer, so only its first question may be greedy
+            mix = warm if n else temperatures
+            drawn = rng.choices(list(mix), list(mix.values()))[0]
+            temperature = 0.0 if place < held_out else drawn
+            room = min(max_new_tokens, max_length - len(ids))
+            found.append(Question(f"{key}.{n}", ids, temperature, room))
     return found
 
 

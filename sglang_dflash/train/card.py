@@ -92,8 +92,9 @@ def _data(run: dict[str, Any]) -> str:
     lines = [
         "## Data",
         "",
-        f"The target's own answers to {answers['count']} prompts ({answers['tokens']} tokens; "
-        f"{answers['stopped']} ended by themselves), of which {answers['held_out']} are held out. "
+        f"{answers['count']} of the target's own answers ({answers['tokens']} tokens; "
+        f"{answers['stopped']} ended by themselves), of which {answers['held_out']} are held out "
+        "with their prompts. "
         f"Temperatures: {answers['temperatures']}. Thinking: {run['settings']['thinking']}. "
         f"Made by: {answers['engine']}.",
         "",

@@ -178,7 +178,7 @@ class DrafterLoss:
         hidden = self.hidden(batch, anchors)
         rows, exist = rows.to(device), labels.exist.to(device)
         losses = chunked_cross_entropy(
-            hidden.flatten(0, 2)[rows],
+            hidden.flatten(0, 2).index_select(0, rows),
             labels.token_ids.to(device).flatten()[rows],
             head=self.target.get_output_embeddings(),
             chunk=self.chunk,

@@ -53,6 +53,7 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
     add("--engine", choices=("auto", "sglang", "transformers"), default="auto")
     add("--attention-backend", default="triton", help="of the SGLang engine")
     add("--engine-rows", type=int, default=512, help="prompts that the engine answers at once")
+    add("--answers-per-prompt", type=int, default=1, help="all but the first are sampled")
     add("--max-new-tokens", type=int, default=512)
     add("--max-length", type=int, default=1024, help="of prompt and answer together, in tokens")
     add("--answer-minutes", type=float, help="stop generating after so long")
@@ -151,6 +152,7 @@ def check_options(options: argparse.Namespace) -> None:
         "layers": 1,
         "block_size": 2,
         "sliding_window": 0,
+        "answers_per_prompt": 1,
         "max_new_tokens": 2,
         "max_length": 16,
         "anchors": 1,

@@ -213,6 +213,7 @@ def generate_answers(
         prompts.token_ids,
         held_out=options.held_out,
         temperatures=read_temperatures(options.temperatures),
+        per_prompt=options.answers_per_prompt,
         max_new_tokens=options.max_new_tokens,
         max_length=options.max_length,
         seed=options.seed,
@@ -222,8 +223,8 @@ def generate_answers(
     if kind == "auto":
         kind = "sglang" if run.device.type == "cuda" and engine is not None else "transformers"
     print(
-        f"train: {len(questions)} prompts ({prompts.repeated} repeated and {prompts.too_long} too "
-        f"long left out), {len(missing)} to answer with {kind}",
+        f"train: {len(prompts.token_ids)} prompts ({prompts.repeated} repeated and "
+        f"{prompts.too_long} too long left out), {len(missing)} answers to generate with {kind}",
         flush=True,
     )
     files = [asdict(file) for file in prompts.files]

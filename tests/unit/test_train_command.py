@@ -198,6 +198,21 @@ def test_questions_mix_temperatures_by_their_shares():
     assert share == pytest.approx(25 / 76, abs=0.04)
 
 
+def test_further_answers_to_a_prompt_are_sampled_and_held_out_prompts_have_none():
+    """If this broke, an answer would be trained on twice, or a held-out prompt be learned."""
+    questions = make_questions(
+        {"a": [1], "b": [2], "c": [3]},
+        held_out=1,
+        temperatures={0.0: 1.0, 1.0: 0.001},
+        per_prompt=3,
+        max_new_tokens=9,
+        max_length=9,
+        seed=0,
+    )
+    assert [q.key for q in questions] == ["a.0", "b.0", "b.1", "b.2", "c.0", "c.1", "c.2"]
+    assert [q.temperature for q in questions] == [0, 0, 1, 1, 0, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("count", "ids"), [(30, (1, 8, 14, 20, 27)), (36, (1, 9, 17, 25, 33)), (3, (0, 1)), (2, (0,))]
 )
