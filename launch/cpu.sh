@@ -2,6 +2,7 @@
 # Serve on a CPU, DFLASH on, with the embedded pair unless you name another:
 #   launch/cpu.sh [any server argument]
 # PLAIN=1 launch/cpu.sh serves the same target without speculation.
+# OVERLAP=1 leaves DFLASH's overlap scheduling on, which has nothing to gain on a CPU: for tests.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
@@ -17,10 +18,13 @@ export PYTHONPATH=$package/glue/cpu/path${PYTHONPATH:+:$PYTHONPATH}
 args=(
   --model-path "$package/pairs/tiny/target"
   --device cpu --attention-backend torch_native --dtype float32
-  --disable-cuda-graph --disable-overlap-schedule --skip-server-warmup --sleep-on-idle
+  --disable-cuda-graph --skip-server-warmup --sleep-on-idle
   --max-total-tokens 16384 --max-running-requests 16
   --host 127.0.0.1 --port 30000
 )
+if [ "${PLAIN:-0}" = 1 ] || [ "${OVERLAP:-0}" != 1 ]; then
+  args+=(--disable-overlap-schedule)
+fi
 if [ "${PLAIN:-0}" != 1 ]; then
   args+=(--speculative-algorithm DFLASH --speculative-draft-model-path "$package/pairs/tiny/drafter")
 fi

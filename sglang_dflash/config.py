@@ -56,15 +56,13 @@ class Overlap:
     reason: str  # what decided about the schedule
 
     @classmethod
-    def resolve(cls, environment: Mapping[str, str], *, device: str, disabled: bool) -> Overlap:
-        """Decide from the three switches; --disable-overlap-schedule and a CPU always win."""
+    def resolve(cls, environment: Mapping[str, str], *, disabled: bool) -> Overlap:
+        """Decide from the three switches; --disable-overlap-schedule always wins."""
         switches = {
             name: read_switch(environment, name, default=True) for name in (SPEC_V2, DFLASH_SPEC_V2)
         }
         plan_stream = read_switch(environment, PLAN_STREAM, default=False)
         off = [f"{name}=0" for name, on in switches.items() if not on]
-        if device == "cpu":
-            return cls(False, False, "a CPU has nothing to hide it behind")
         if disabled:
             return cls(False, plan_stream, "--disable-overlap-schedule")
         if off:

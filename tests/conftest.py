@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 
+from schedules import SCHEDULES
 from server import ROOT, Server
 
 STAND_INS = ROOT / "sglang_dflash" / "glue" / "cpu" / "path"
@@ -27,6 +28,14 @@ else:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STAND_INS), inherited]))
         # what this defines must stay alive as long as torchvision does
         SITECUSTOMIZE = runpy.run_path(str(STAND_INS / "sitecustomize.py"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--schedules",
+        default="in turn,plan stream",
+        help=f"exactness tests run under each of these: {', '.join(SCHEDULES)}",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,5 +18,8 @@ args=(
 if [ "${PLAIN:-0}" != 1 ]; then
   args+=(--speculative-algorithm DFLASH --speculative-draft-model-path "$package/pairs/tiny/drafter")
   args+=(--speculative-draft-attention-backend triton)
+else
+  # with overlap, SGLang's own penalties lag one token behind
+  args+=(--disable-overlap-schedule)
 fi
 exec "${PYTHON:-python3}" -m sglang.launch_server "${args[@]}" "$@"

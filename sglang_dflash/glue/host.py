@@ -40,7 +40,9 @@ class Engine:
         draft_runner.model.share_embedding(target_model.get_input_embeddings())
         self.head = DraftHead(target_model, config.drafter.vocab_size, ops)
         device_type = torch.device(draft_runner.device).type
-        self.plan_stream = torch.cuda.Stream() if config.overlap.plan_stream else None
+        # torch.cuda; on a CPU torch's stand-in, where everything happens in order
+        self.device_module = torch.get_device_module(device_type)
+        self.plan_stream = self.device_module.Stream() if config.overlap.plan_stream else None
         self.rows = RowSampler(
             self.target_runner.sampler,
             VerifyHead(target_model, ops, device_type=device_type),
@@ -127,8 +129,8 @@ class BatchHost:
         engine = self._engine
         if engine.plan_stream is not None:
             # everything about the verify pass but its tokens is known
-            engine.plan_stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(engine.plan_stream):
+            engine.plan_stream.wait_stream(engine.device_module.current_stream())
+            with engine.device_module.stream(engine.plan_stream):
                 self._plan_verify(masked)
         forward_batch = compat.ForwardBatch(
             forward_mode=compat.ForwardMode.TARGET_VERIFY,
@@ -168,7 +170,7 @@ class BatchHost:
         if engine.plan_stream is None:
             self._plan_verify(block)
         else:
-            torch.cuda.current_stream().wait_stream(engine.plan_stream)
+            engine.device_module.current_stream().wait_stream(engine.plan_stream)
         self.target_result = engine.target_worker.forward_batch_generation(
             batch=None,
             forward_batch=self.verify_batch,

@@ -54,11 +54,7 @@ def handle_dflash(server_args: Any) -> None:
 
 
 def _overlap(server_args: Any) -> cfg.Overlap:
-    return cfg.Overlap.resolve(
-        os.environ,
-        device=_device_type(server_args),
-        disabled=server_args.disable_overlap_schedule,
-    )
+    return cfg.Overlap.resolve(os.environ, disabled=server_args.disable_overlap_schedule)
 
 
 def resolve_config(server_args: Any, *, target_config: Any) -> cfg.DFlashConfig:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from schedules import SCHEDULES, follows
 from server import ROOT, Server
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.train.data import sample_prompts
@@ -17,6 +18,14 @@ from sglang_dflash.train.data import sample_prompts
 SHAPE = ("--context-length", "512", "--chunked-prefill-size", "64", "--max-total-tokens", "8192")
 SCRIPTED = str(ROOT / "tests" / "plugins")
 METERED_TOKENS = 61  # one from the prompt, then sixty
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "schedule" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("--schedules").split(",")
+        if unknown := set(chosen) - set(SCHEDULES):
+            raise pytest.UsageError(f"--schedules knows {list(SCHEDULES)}, not {sorted(unknown)}")
+        metafunc.parametrize("schedule", chosen, scope="session")
 
 
 def start_together(*servers: Server) -> list[Server]:
@@ -30,22 +39,18 @@ def start_together(*servers: Server) -> list[Server]:
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """The embedded pair twice: without and with speculation."""
-    servers = start_together(Server(*SHAPE, plain=True), Server(*SHAPE))
-    yield servers[0], servers[1]
-    for server in servers:
-        server.stop()
+def plain() -> Iterator[Server]:
+    """The embedded target without speculation."""
+    with Server(*SHAPE, plain=True) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
-def plain(pair: tuple[Server, Server]) -> Server:
-    return pair[0]
-
-
-@pytest.fixture(scope="session")
-def dflash(pair: tuple[Server, Server]) -> Server:
-    return pair[1]
+def dflash(schedule: str) -> Iterator[Server]:
+    """The embedded pair."""
+    with Server(*SHAPE, env=SCHEDULES[schedule]) as server:
+        assert follows(server, schedule)
+        yield server
 
 
 @pytest.fixture(scope="session")

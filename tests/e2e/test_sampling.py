@@ -6,8 +6,9 @@ server that ignores it would pass.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 import requests
 from tokenizers import Tokenizer
 
-from e2e.conftest import SCRIPTED, SHAPE, start_together
+from e2e.conftest import SCRIPTED, SHAPE
+from schedules import SCHEDULES, follows
 from server import Server
 from sglang_dflash.pairs import tiny_target
 
@@ -23,6 +25,7 @@ NUM_PROMPTS = 20
 NEW_TOKENS = 28
 # noise = f(seed, position): SGLang reads seeds in deterministic mode only
 SEEDED = (*SHAPE, "--enable-deterministic-inference", "--enable-custom-logit-processor")
+SEEDED += ("--tool-call-parser", "qwen25")
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
@@ -72,13 +75,24 @@ NEUTRAL = {"temperature 0"}
 
 
 @pytest.fixture(scope="module")
-def seeded() -> Iterator[tuple[Server, Server]]:
-    env = {"PYTHONPATH": SCRIPTED}
-    arguments = (*SEEDED, "--tool-call-parser", "qwen25")
-    servers = start_together(Server(*arguments, plain=True, env=env), Server(*arguments, env=env))
-    yield servers[0], servers[1]
-    for server in servers:
-        server.stop()
+def control() -> Iterator[Server]:
+    """Plain decoding."""
+    with Server(*SEEDED, plain=True, env={"PYTHONPATH": SCRIPTED}) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def drafted(schedule: str) -> Iterator[Server]:
+    """The same target with its drafter."""
+    env = {"PYTHONPATH": SCRIPTED, **SCHEDULES[schedule]}
+    with Server(*SEEDED, env=env) as server:
+        assert follows(server, schedule)
+        yield server
+
+
+@pytest.fixture
+def seeded(control: Server, drafted: Server) -> tuple[Server, Server]:
+    return control, drafted
 
 
 def ask(server: Server, prompts: list[list[int]], body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -103,19 +117,31 @@ def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def greedy(seeded: tuple[Server, Server], prompts: list[list[int]]) -> list[list[int]]:
-    return tokens(ask(seeded[0], prompts[:NUM_PROMPTS], {"sampling_params": GREEDY}))
+def expected_of(control: Server, prompts: list[list[int]]) -> Callable[[str], list[list[int]]]:
+    """Plain decoding's answers to a case, asked for once."""
+
+    @functools.cache
+    def answers(name: str) -> list[list[int]]:
+        return tokens(ask(control, prompts[:NUM_PROMPTS], {"sampling_params": CASES[name]}))
+
+    return answers
+
+
+@pytest.fixture(scope="module")
+def greedy(expected_of: Callable[[str], list[list[int]]]) -> list[list[int]]:
+    return expected_of("temperature 0")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_those_of_plain_decoding(
-    seeded: tuple[Server, Server],
+    drafted: Server,
     prompts: list[list[int]],
     greedy: list[list[int]],
+    expected_of: Callable[[str], list[list[int]]],
     name: str,
 ) -> None:
-    body = {"sampling_params": CASES[name]}
-    expected, found = (tokens(ask(server, prompts[:NUM_PROMPTS], body)) for server in seeded)
+    expected = expected_of(name)
+    found = tokens(ask(drafted, prompts[:NUM_PROMPTS], {"sampling_params": CASES[name]}))
     assert found == expected
     if name not in NEUTRAL:
         changed = sum(a != b for a, b in zip(expected, greedy, strict=True))
@@ -234,8 +260,9 @@ def test_required_tool_call(seeded: tuple[Server, Server], questions: list[str])
 
 
 def test_custom_logit_processor(
-    seeded: tuple[Server, Server], prompts: list[list[int]], greedy: list[list[int]]
+    seeded: tuple[Server, Server], prompts: list[list[int]], greedy: list[list[int]], schedule: str
 ) -> None:
+    """Served in turn; refused with overlap, where a processor would see an answer that lags."""
     from processors import NoEcho
 
     # SGLang shows a processor its request only beside parameters of the user's
@@ -243,6 +270,13 @@ def test_custom_logit_processor(
         "sampling_params": GREEDY | {"custom_params": {"reach": 4}},
         "custom_logit_processor": NoEcho.to_str(),
     }
+    if schedule != "in turn":
+        refused = requests.post(
+            f"{seeded[1].url}/generate", json={**body, "input_ids": prompts[0]}, timeout=60
+        )
+        assert refused.status_code == 400
+        assert "--disable-overlap-schedule" in refused.text
+        return
     expected, found = (tokens(ask(server, prompts[:NUM_PROMPTS], body)) for server in seeded)
     assert found == expected
     assert expected != greedy

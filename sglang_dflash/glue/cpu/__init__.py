@@ -27,12 +27,20 @@ def install_if_cpu() -> None:
     compat.register_attention_backend("torch_native")(CpuAttention)
     experts.install()
     sampling.install()
+    _let_tensors_meet_streams()
     attach(
         {
             "model_specific_adjustments": _accept_torch_native,
             "update_intermediate_size": _skip_absent_size,
         }
     )
+
+
+def _let_tensors_meet_streams() -> None:
+    """torch has streams for a CPU, which do nothing, but its tensors refuse to be seen by one."""
+    import torch
+
+    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
 
 
 def _accept_torch_native(original: Any, server_args: Any) -> None:
