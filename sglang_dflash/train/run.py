@@ -63,6 +63,10 @@ class Run:
         pad = self.tokenizer.pad_token_id
         return pad if pad is not None else self.stop[0]
 
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name() if self.device.type == "cuda" else "a CPU"
+
     def read(self, name: str) -> dict[str, Any]:
         path = self.out / name
         return json.loads(path.read_text()) if path.exists() else {}
@@ -146,12 +150,16 @@ def _device(name: str) -> torch.device:
 def _claim(run: Run) -> None:
     """Refuse a folder that holds another run; write run.json."""
     options, known = run.options, run.read("run.json")
+    left = (*store.answer_files(run.out), run.out / "checkpoint.pt", run.out / "drafter")
+    if not any(path.exists() for path in left):
+        # a call that was refused after this left nothing worth keeping
+        known = {}
     if known and not (options.resume or options.evaluate_only):
         raise ValueError(
             f"--out {run.out} already holds a run for {known['settings']['model_path']}. Pass "
             "--resume to continue it, or another folder."
         )
-    if options.evaluate_only and not (run.out / "drafter" / "config.json").exists():
+    if options.evaluate_only and not (known and (run.out / "drafter" / "config.json").exists()):
         raise ValueError(f"--evaluate-only found no drafter in {run.out / 'drafter'}. Train first.")
     settings = {name: getattr(options, name) for name in FIXED}
     was = known.get("settings", settings)
@@ -161,14 +169,14 @@ def _claim(run: Run) -> None:
             f"--out {run.out} holds a run with other settings: {'; '.join(changed)}. Repeat the "
             "earlier ones, or pass another folder."
         )
+    if options.evaluate_only:
+        return
     run.out.mkdir(parents=True, exist_ok=True)
-    named = torch.cuda.get_device_name() if run.device.type == "cuda" else "a CPU"
     command = "python -m sglang_dflash " + shlex.join(options.command_line)
-    commands = known.get("commands", [])
     fresh = {
         "settings": settings,
-        "commands": commands if options.evaluate_only else [*commands, command],
-        "device": named,
+        "commands": [*known.get("commands", []), command],
+        "device": run.device_name,
         "versions": versions(),
         "licence": options.licence,
     }
@@ -319,7 +327,7 @@ def evaluate_drafter(
         "loops": loops,
         "evaluate_tokens": options.evaluate_tokens,
         "held_out": options.held_out,
-        "device": f"{run.read('run.json')['device']}, {str(target.dtype).removeprefix('torch.')}",
+        "device": f"{run.device_name}, {str(target.dtype).removeprefix('torch.')}",
     }
     run.write("scores.json", scores)
     path = run.out / "progress.jsonl"
