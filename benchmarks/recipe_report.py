@@ -12,7 +12,7 @@ MEMORY = {
     "graphs": "graphs",
 }
 LEGEND = (
-    "Decode tokens/s; for DFLASH at accept lengths {lengths}. ~ marks a rate that follows from the "
+    "Decode tokens/s by concurrent requests; for DFLASH at accept lengths {lengths}. ~ marks a rate that follows from the "
     "step time measured at another length. Memory in GB as SGLang reports it. A quotient with * "
     "compares servers of different calls."
 )
@@ -72,8 +72,8 @@ def report(cells: list[Cell], *, shown_lengths: list[int]) -> str:
         systems = rows.setdefault((cell["recipe"], cell["variant"]), {})
         systems.setdefault(cell["system"], []).append(cell)
     heads = ["recipe", "variant", "system", "start, s", "answers OpenAI", *MEMORY.values()]
-    heads += ["KV tokens", *(f"tok/s, {n} requests" for n in requests)]
-    heads += [f"ours / in-tree, {n}" for n in requests]
+    heads += ["KV tokens", *(f"tok/s at {n}" for n in requests)]
+    heads += [f"ours / in-tree at {n}" for n in requests]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for (recipe, variant), systems in rows.items():
         for system, found in systems.items():
@@ -124,5 +124,6 @@ def failures(cells: list[Cell]) -> str:
             said = [line.strip() for line in cell["error"].splitlines() if "Error" in line]
             reason = said[-1] if said else cell["error"].strip().splitlines()[-1]
             name = ", ".join([cell["recipe"], cell["variant"], cell["system"]])
+            name += f" at accept length {cell['length']}" if cell["length"] else ""
             lines.append(f"- {name}: did not run: {reason[:300]}")
     return "\n".join(lines)

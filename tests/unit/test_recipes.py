@@ -77,7 +77,7 @@ def test_failures_are_kept_and_a_spent_budget_leaves_the_rest(
     options = recipes.parse(arguments)
     results, missing = recipes.run(options)
     assert missing == [] and started == ["plain", "in-tree", "ours"]
-    assert "in-tree: did not run: ValueError: no such backend" in results.text()
+    assert "in-tree at accept length 8: did not run: ValueError: no such backend" in results.text()
     recipes.run(options)
     assert len(started) == 3
     recipes.run(recipes.parse([*arguments, "--retry"]))
