@@ -39,7 +39,12 @@ def test_arguments_are_completed(models: Path) -> None:
     assert args.speculative_num_steps == args.speculative_eagle_topk == 1
     assert args.speculative_draft_attention_backend == "torch_native"
     assert args.max_running_requests == 48
-    assert args.disable_overlap_schedule
+    assert not args.disable_overlap_schedule
+
+
+def test_a_switch_turns_overlap_off(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_DFLASH_SPEC_V2", "0")
+    assert parse(models).disable_overlap_schedule
 
 
 def test_smaller_block_is_kept(models: Path) -> None:

@@ -40,7 +40,7 @@ def _let_tensors_meet_streams() -> None:
     """torch has streams for a CPU, which do nothing, but its tensors refuse to be seen by one."""
     import torch
 
-    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
+    setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)  # noqa: B010
 
 
 def _accept_torch_native(original: Any, server_args: Any) -> None:

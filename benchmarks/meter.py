@@ -1,0 +1,87 @@
+"""What the acceptance bookkeeping costs a decode step.
+
+    python benchmarks/meter.py [--step-ms 20.1]
+
+Runs the bookkeeping of a step by itself, as the worker does: four marks on the stream (CUDA events
+on a GPU), one record per request, counters published once a second. Reports host time per step,
+which overlap scheduling hides behind the GPU, and with `--step-ms` its share of such a step; on a
+GPU also what the marks add to the stream, measured around short kernels with and without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+
+import torch
+
+from sglang_dflash.glue.metrics import STAGES, Bookkeeping, Export
+from sglang_dflash.metrics import AcceptanceAlarm
+
+BLOCK_SIZE = 16
+LABELS = {"model_name": "none", "engine_type": "unified", "tp_rank": "0"}
+
+
+def host_seconds_per_step(num_requests: int, steps: int, device_type: str, export: Export) -> float:
+    """Return the host's time for one step's bookkeeping; stages last no time here."""
+    book = Bookkeeping(BLOCK_SIZE, device_type, AcceptanceAlarm(BLOCK_SIZE))
+    book._export = export
+    chance = random.Random(0)
+    correct = [chance.randrange(BLOCK_SIZE) for _ in range(num_requests)]
+    began = time.perf_counter()
+    for _ in range(steps):
+        for _ in range(len(STAGES) + 1):
+            book.clock.mark()
+        for num_correct in correct:
+            book.record(num_correct, num_correct + 1, context=1000, ended=False)
+        book.batch_step()
+    return (time.perf_counter() - began) / steps
+
+
+def stream_seconds_per_step(steps: int) -> float:
+    """Return what four events add to a stream that is never idle."""
+    x = torch.zeros(1 << 20, device="cuda")
+
+    def run(between: Callable[[], object]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # the host runs ahead of the stream while this lasts
+        torch.cuda._sleep(2_000_000_000)
+        begin.record()
+        for _ in range(steps):
+            for _ in range(len(STAGES) + 1):
+                between()
+                x.add_(1)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000 / steps
+
+    def mark() -> None:
+        torch.cuda.Event(enable_timing=True).record()
+
+    run(mark)
+    bare = min(run(lambda: None) for _ in range(3))
+    return min(run(mark) for _ in range(3)) - bare
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--step-ms", nargs="+", type=float, help="of each number of requests")
+    options = parser.parse_args()
+    if options.step_ms and len(options.step_ms) != len(options.requests):
+        parser.error(f"--step-ms has {len(options.step_ms)} values, --requests {options.requests}")
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    export = Export(LABELS, BLOCK_SIZE)
+    for i, num_requests in enumerate(options.requests):
+        micros = 1e6 * host_seconds_per_step(num_requests, options.steps, device_type, export)
+        share = f", {micros / 10 / options.step_ms[i]:.2f} % of a step" if options.step_ms else ""
+        print(f"{num_requests} requests: {micros:.1f} us of the host per step{share}")
+    if device_type == "cuda":
+        print(f"stream: {1e6 * stream_seconds_per_step(300):.2f} us per step for the marks")
+
+
+if __name__ == "__main__":
+    main()
