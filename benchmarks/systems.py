@@ -30,6 +30,7 @@ SAMPLING = {
 }
 START_TIMEOUT_S = 420
 PROMPT_IDS = (1000, 50000)
+PANELS_PER_ROW = 5
 
 
 def switches(system: str, simulate_accept_length: float = 0.0) -> dict[str, str]:
@@ -208,8 +209,12 @@ def draw_rates(panels: Mapping[str, Mapping[str, Line]], found: dict[str, Any], 
     """Draw rate over requests: a panel per title, a line per label."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False)
-    for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
+    columns = min(len(panels), PANELS_PER_ROW)
+    rows = -(-len(panels) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(5 * columns, 4 * rows), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=False):
         for label, points in lines.items():
             axis.plot(*zip(*points, strict=True), marker="o", label=label)
         ticks = sorted({x for points in lines.values() for x, _ in points})
