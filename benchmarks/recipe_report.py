@@ -12,8 +12,8 @@ MEMORY = {
     "graphs": "graphs",
 }
 LEGEND = (
-    "Decode tokens/s by concurrent requests; for DFLASH at accept lengths {lengths}. ~ marks a rate "
-    "that follows from the step time measured at another length. Memory in GB as SGLang reports "
+    "Decode tokens/s by concurrent requests; for DFLASH at accept lengths {lengths}. ~ marks a "
+    "rate that follows from the step time measured at another length. Memory in GB as SGLang reports "
     "it. A quotient with * compares servers of different calls."
 )
 

@@ -209,6 +209,8 @@ def draw_rates(panels: Mapping[str, Mapping[str, Line]], found: dict[str, Any], 
     """Draw rate over requests: a panel per title, a line per label."""
     import matplotlib.pyplot as plt
 
+    if not panels:
+        return
     columns = min(len(panels), PANELS_PER_ROW)
     rows = -(-len(panels) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(5 * columns, 4 * rows), squeeze=False)

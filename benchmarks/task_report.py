@@ -212,5 +212,4 @@ def draw(found: dict[str, Any], path: Path) -> None:
             title = f"{TITLES.get(point['task'], point['task'])}, temperature "
             lines = panels.setdefault(f"{title}{point['temperature']:g}", {})
             lines.setdefault(system, []).append((point["requests"], point["tokens_per_s"]))
-    if panels:
-        systems.draw_rates(panels, found, path)
+    systems.draw_rates(panels, found, path)
