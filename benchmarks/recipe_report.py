@@ -13,8 +13,8 @@ MEMORY = {
 }
 LEGEND = (
     "Decode tokens/s by concurrent requests; for DFLASH at accept lengths {lengths}. ~ marks a "
-    "rate that follows from the step time measured at another length. Memory in GB as SGLang reports "
-    "it. A quotient with * compares servers of different calls."
+    "rate that follows from the step time measured at another length. Memory in GB as SGLang "
+    "reports it. A quotient with * compares servers of different calls."
 )
 
 # a server's measurement, as recipes.py stores it
