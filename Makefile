@@ -1,13 +1,17 @@
 # make demo   install, serve on this machine, ask, show acceptance and speed beside plain decoding
+# make chat   the same, asked by you
 # make test   install and run every test that this machine can run
 VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint venv clean
+.PHONY: demo chat test lint venv clean
 
 demo: venv
 	@$(BIN)/python launch/demo.py
+
+chat: venv
+	@$(BIN)/python launch/demo.py --chat
 
 test: venv lint
 	@$(BIN)/python -m pytest

@@ -1,16 +1,24 @@
 """Serve the embedded pair on this machine, ask it something, and show what DFlash does.
 
+    python launch/demo.py           # questions, acceptance, and speed beside plain decoding
+    python launch/demo.py --chat    # ask yourself
+
 Two servers run side by side, with and without speculation, so that the speeds come from one run.
 """
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from transformers import AutoTokenizer
 
 from server import Server
+from sglang_dflash.pairs import tiny_target
+from stream import Answer, show, stream_pieces
 
 QUESTIONS = (
     "Please tell me a short story about Otto, a curious hare.",
@@ -19,6 +27,7 @@ QUESTIONS = (
     "Name the months of the year, beginning with March.",
 )
 ROUNDS = 3
+MAX_TOKENS = 300
 BAR_WIDTH = 40
 
 
@@ -34,22 +43,64 @@ class Speed(NamedTuple):
 def main() -> None:
     # SIGTERM unwinds like Ctrl-C, so that the servers are stopped either way
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    plain, dflash = Server(plain=True), Server()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chat", action="store_true", help="read questions from the terminal")
+    options = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target())
+    dflash = Server()
+    servers = [dflash] if options.chat else [Server(plain=True), dflash]
     try:
-        wait_with_clock(plain, dflash)
-        before = dflash.acceptance()
-        for question in QUESTIONS:
-            print(f"\n\033[1m{question}\033[0m")
-            ask(dflash, question, echo=True)
-        print()
-        speeds = measure(plain, dflash)
-        report(before, dflash.acceptance(), speeds)
+        wait_with_clock(*servers)
+        if options.chat:
+            chat(dflash, tokenizer)
+        else:
+            demonstrate(*servers, tokenizer)
     except KeyboardInterrupt:
         print("\nstopped")
         sys.exit(130)
     finally:
-        plain.stop()
-        dflash.stop()
+        for server in servers:
+            server.stop()
+
+
+def demonstrate(plain: Server, dflash: Server, tokenizer: Any) -> None:
+    print("Accepted drafts are green, the target's own tokens are not (⟦ ⟧ without a terminal).")
+    before = dflash.acceptance()
+    for question in QUESTIONS:
+        print(f"\n> {question}")
+        tell(dflash, tokenizer, [{"role": "user", "content": question}])
+    print()
+    speeds = measure(plain, dflash)
+    report(before, dflash.acceptance(), speeds)
+
+
+def chat(dflash: Server, tokenizer: Any) -> None:
+    """Answer what is typed, with what was said before, until the input ends."""
+    print("Ask something; an empty line forgets what was said, Ctrl-D ends.")
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            question = input("\n> ").strip()
+        except EOFError:
+            print()
+            return
+        if not question:
+            messages = []
+            continue
+        messages.append({"role": "user", "content": question})
+        answer = tell(dflash, tokenizer, messages)
+        messages.append({"role": "assistant", "content": answer.text})
+        steps = max(answer.verify_steps, 1)
+        print(f"(accept length {(answer.tokens - 1) / steps:.2f} over {steps} verify steps)")
+
+
+def tell(server: Server, tokenizer: Any, messages: list[dict[str, str]]) -> Answer:
+    """Print an answer as it comes, accepted drafts told apart."""
+    answer = Answer()
+    show(stream_pieces(server.url, tokenizer, messages, max_tokens=MAX_TOKENS, answer=answer))
+    if not answer.is_split_exactly:
+        print("(some steps arrived together: of those only the last token is told apart)")
+    return answer
 
 
 def wait_with_clock(*servers: Server) -> None:
@@ -57,35 +108,38 @@ def wait_with_clock(*servers: Server) -> None:
     start = time.monotonic()
 
     def tick() -> None:
+        if not sys.stdout.isatty():
+            return
         lines = servers[-1].log().splitlines()
         last = next((line for line in reversed(lines) if line.startswith("[")), "")
         message = last.partition("] ")[2][:70]
-        print(f"\r\033[Kstarting two servers, {time.monotonic() - start:3.0f} s  {message}", end="")
+        print(f"\r\033[Kstarting, {time.monotonic() - start:3.0f} s  {message}", end="")
 
     for server in servers:
         server.wait(on_wait=tick)
-    print(f"\r\033[Kservers ready after {time.monotonic() - start:.0f} s")
+    clear_line()
+    print(f"ready after {time.monotonic() - start:.0f} s")
 
 
-def ask(server: Server, question: str, *, echo: bool = False) -> Speed:
-    """Ask through the OpenAI client, streaming; print the answer as it comes if told to."""
+def clear_line() -> None:
+    if sys.stdout.isatty():
+        print("\r\033[K", end="")
+
+
+def ask(server: Server, question: str) -> Speed:
+    """Ask through the OpenAI client, streaming, and time it."""
     start = time.monotonic()
     tokens = 0
     for chunk in server.client.chat.completions.create(
         model="default",
         messages=[{"role": "user", "content": question}],
         temperature=0,
-        max_tokens=300,
+        max_tokens=MAX_TOKENS,
         stream=True,
         stream_options={"include_usage": True},
     ):
         if chunk.usage is not None:
             tokens = chunk.usage.completion_tokens
-        for choice in chunk.choices:
-            if echo and choice.delta.content:
-                print(choice.delta.content, end="", flush=True)
-    if echo:
-        print()
     return Speed(tokens, time.monotonic() - start)
 
 
@@ -93,13 +147,15 @@ def measure(plain: Server, dflash: Server) -> dict[str, Speed]:
     """Ask both servers the same questions in turn; the best round of each counts."""
     best: dict[str, Speed] = {}
     for i in range(ROUNDS):
-        print(f"\r\033[Kmeasuring, round {i + 1} of {ROUNDS}", end="", flush=True)
+        clear_line()
+        if sys.stdout.isatty():
+            print(f"measuring, round {i + 1} of {ROUNDS}", end="", flush=True)
         for name, server in (("plain decoding", plain), ("DFlash", dflash)):
             answers = [ask(server, question) for question in QUESTIONS]
             total = Speed(sum(a.tokens for a in answers), sum(a.seconds for a in answers))
             if name not in best or total.rate > best[name].rate:
                 best[name] = total
-    print("\r\033[K", end="")
+    clear_line()
     return best
 
 

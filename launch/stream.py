@@ -1,0 +1,86 @@
+"""A streamed answer in which accepted drafts and the target's own tokens are told apart.
+
+A verify step sends what it commits as one chunk: accepted drafts, then one token of the target's,
+which a stop may cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+
+GREEN, PLAIN = "\033[32m", "\033[0m"
+
+
+@dataclass(frozen=True)
+class Piece:
+    text: str
+    accepted: bool  # an accepted draft; otherwise the target's own
+
+
+@dataclass
+class Answer:
+    """What came of one question. `chunks` beyond one are verify steps, if none came together."""
+
+    text: str = ""
+    tokens: int = 0
+    chunks: int = 0
+    verify_steps: int = 0
+
+    @property
+    def is_split_exactly(self) -> bool:
+        return self.chunks == self.verify_steps + 1
+
+
+def stream_pieces(
+    url: str, tokenizer: Any, messages: list[dict[str, str]], *, max_tokens: int, answer: Answer
+) -> Iterator[Piece]:
+    """Yield a greedy answer as it comes, and keep count in `answer`."""
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    body = {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": max_tokens},
+        "stream": True,
+    }
+    with requests.post(f"{url}/generate", json=body, stream=True, timeout=600) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
+                continue
+            chunk = json.loads(line[5:])
+            output_ids = chunk["output_ids"]
+            acceptance = chunk["meta_info"].get("dflash")
+            own = len(output_ids) - 1
+            if acceptance is not None:
+                answer.verify_steps = acceptance["verify_steps"]
+                # the end: what was not accepted is one token of each step before, and of the prompt
+                if own == acceptance["accepted_tokens"] + answer.verify_steps - 1:
+                    own += 1
+            if len(output_ids) > answer.tokens:
+                answer.chunks += 1
+            for position in range(answer.tokens, len(output_ids)):
+                # a token may be part of a character, so only the whole text says what it added
+                text = tokenizer.decode(output_ids[: position + 1], skip_special_tokens=True)
+                if text.endswith("\N{REPLACEMENT CHARACTER}"):
+                    continue
+                added, answer.text = text[len(answer.text) :], text
+                yield Piece(added, accepted=position < own)
+            answer.tokens = len(output_ids)
+
+
+def show(pieces: Iterator[Piece], *, colour: bool | None = None) -> None:
+    """Print accepted drafts in green; between marks where there is no terminal."""
+    colour = sys.stdout.isatty() if colour is None else colour
+    begin, end = (GREEN, PLAIN) if colour else ("⟦", "⟧")
+    inside = False
+    for piece in pieces:
+        if piece.text and piece.accepted != inside:
+            print(begin if piece.accepted else end, end="")
+            inside = piece.accepted
+        print(piece.text, end="", flush=True)
+    print(end if inside else "")

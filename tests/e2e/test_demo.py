@@ -1,0 +1,39 @@
+"""The streamed answer of the demonstration: accepted drafts and the target's own told apart."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from server import Server
+from stream import Answer, Piece, show, stream_pieces
+
+MAX_TOKENS = 80
+
+
+def test_stream_tells_accepted_drafts_apart(
+    plain: Server, dflash: Server, tokenizer: PreTrainedTokenizerBase, questions: list[str]
+) -> None:
+    for question in questions[:4]:
+        messages = [{"role": "user", "content": question}]
+        before = dflash.acceptance()
+        answer = Answer()
+        pieces = list(
+            stream_pieces(dflash.url, tokenizer, messages, max_tokens=MAX_TOKENS, answer=answer)
+        )
+        after = dflash.acceptance()
+        assert answer.is_split_exactly
+        counted = {name: after[name] - before[name] for name in ("verify_steps", "accepted_tokens")}
+        assert answer.verify_steps == counted["verify_steps"]
+        assert sum(piece.accepted for piece in pieces) == counted["accepted_tokens"] > 0
+        [expected] = plain.client.chat.completions.create(
+            model="default", messages=messages, temperature=0, max_tokens=MAX_TOKENS
+        ).choices
+        assert "".join(piece.text for piece in pieces) == answer.text == expected.message.content
+
+
+def test_marks_stand_around_accepted_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    pieces = [Piece("I", False), Piece(" a", True), Piece("m", True), Piece(".", False)]
+    show(iter(pieces), colour=False)
+    show(iter(pieces[:3]), colour=True)
+    assert capsys.readouterr().out == "I\u27e6 am\u27e7.\nI\033[32m am\033[0m\n"
