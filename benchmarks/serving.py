@@ -72,7 +72,9 @@ def measure(
         "tokens_per_s": round(rate, 1),
         "ms_per_token": round(1000 * num_requests / rate, 3),
     }
-    per_step = options.simulate_accept_length or accept_length(answers)
+    simulated = any(a["meta_info"].get("spec_verify_ct") for a in answers)
+    per_step = options.simulate_accept_length if simulated else 0.0
+    per_step = per_step or accept_length(answers)
     return point | {
         "accept_length": round(per_step, 3),
         "step_ms": round(1000 * num_requests * per_step / rate, 2),

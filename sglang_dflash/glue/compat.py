@@ -55,6 +55,7 @@ SYMBOLS: dict[str, Symbol] = {
             "speculative_dflash_block_size",
             "speculative_draft_window_size",
             "speculative_draft_attention_backend",
+            "speculative_draft_model_quantization",
             "speculative_accept_threshold_single",
             "speculative_accept_threshold_acc",
             "json_model_override_args",

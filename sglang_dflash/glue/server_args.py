@@ -38,6 +38,7 @@ def handle_dflash(server_args: Any) -> None:
     server_args.speculative_draft_attention_backend = cfg.check_draft_backend(
         drafter, device=_device_type(server_args), backend=_asked_draft_backend(server_args)
     )
+    _keep_drafter_unquantised(server_args)
     if server_args.max_running_requests is None:
         server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
         logger.info(
@@ -51,6 +52,20 @@ def handle_dflash(server_args: Any) -> None:
         overlap.reason,
         "on" if overlap.plan_stream else "off",
     )
+
+
+def _keep_drafter_unquantised(server_args: Any) -> None:
+    """Undo SGLang's default, which quantises the drafter like the target."""
+    quantised = server_args.speculative_draft_model_quantization
+    if quantised is None:
+        return
+    if quantised != server_args.quantization:
+        raise ValueError(
+            f"DFLASH serves drafters as they were released, not with "
+            f"--speculative-draft-model-quantization {quantised}. Drop it."
+        )
+    server_args.speculative_draft_model_quantization = None
+    logger.info("DFLASH: --quantization %s is the target's; the drafter keeps its own.", quantised)
 
 
 def _overlap(server_args: Any) -> cfg.Overlap:

@@ -42,6 +42,13 @@ def test_arguments_are_completed(models: Path) -> None:
     assert not args.disable_overlap_schedule
 
 
+def test_the_drafter_is_not_quantised_with_its_target(models: Path) -> None:
+    args = parse(models, "--quantization", "fp8")
+    assert (args.quantization, args.speculative_draft_model_quantization) == ("fp8", None)
+    with pytest.raises(ValueError, match="not with --speculative-draft-model-quantization awq"):
+        parse(models, "--speculative-draft-model-quantization", "awq")
+
+
 def test_a_switch_turns_overlap_off(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_ENABLE_DFLASH_SPEC_V2", "0")
     assert parse(models).disable_overlap_schedule
