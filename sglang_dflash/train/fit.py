@@ -185,7 +185,12 @@ class _Watch:
             file.write(json.dumps(row) + "\n")
 
     def save(self, training: Training) -> None:
-        """Write what `resume` needs, and the drafter as it is now."""
+        """Write what `resume` needs, and the drafter as it is now; never a broken one."""
+        if training.losses and not torch.isfinite(training.losses[-1]):
+            raise RuntimeError(
+                f"The loss is {training.losses[-1].item()} at step {training.step}. Lower "
+                "--learning-rate and pass --resume: the last checkpoint was kept."
+            )
         state: dict[str, Any] = training.state() | {
             "generator": self.loss_of.generator.get_state(),
             "epoch": self.batches.epoch,

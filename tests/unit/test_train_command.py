@@ -146,6 +146,16 @@ def test_a_resumed_run_ends_with_the_same_weights(out: Path, tmp_path: Path):
     assert files[0] == files[1]
 
 
+def test_a_run_that_broke_does_not_overwrite_its_checkpoint(out: Path, tmp_path: Path):
+    """If this broke, one bad step would cost everything before it."""
+    answers = (*SMALL, "--answers", *answer_files(out), "--out", tmp_path)
+    assert train(*answers, "--pause-after", "1e-9") == 0
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    with pytest.raises(RuntimeError, match="Lower --learning-rate and pass --resume"):
+        train(*answers, "--resume", "--learning-rate", "1e30")
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+
+
 def test_a_fresh_order_of_batches_can_be_entered_anywhere():
     """If this broke, a resumed run would read some examples twice and others never."""
     examples = [make_example([7] * n, [1] * n) for n in range(2, 30)]
