@@ -66,16 +66,18 @@ def make_questions(
 ) -> list[Question]:
     """Return `per_prompt` questions for each prompt; for the first `held_out` a greedy one.
 
-    Sorted by their keys, the questions stay in the order of the prompts.
+    All prompts are asked once before any is asked again. Sorted by their keys, the answers are in
+    the order of the prompts.
     """
     warm = {t: share for t, share in temperatures.items() if t > 0} or temperatures
     found = []
-    for place, (key, ids) in enumerate(prompts.items()):
-        rng = Random(f"{seed}-{key}")
-        for n in range(1 if place < held_out else per_prompt):
-            # a prompt has one greedy answer, so only its first question may be greedy
-            mix = warm if n else temperatures
-            drawn = rng.choices(list(mix), list(mix.values()))[0]
+    for n in range(per_prompt):
+        # a prompt has one greedy answer, so only its first question may be greedy
+        mix = warm if n else temperatures
+        for place, (key, ids) in enumerate(prompts.items()):
+            if place < held_out and n:
+                continue
+            drawn = Random(f"{seed}-{key}-{n}").choices(list(mix), list(mix.values()))[0]
             temperature = 0.0 if place < held_out else drawn
             room = min(max_new_tokens, max_length - len(ids))
             found.append(Question(f"{key}.{n}", ids, temperature, room))

@@ -219,8 +219,8 @@ def test_further_answers_to_a_prompt_are_sampled_and_held_out_prompts_have_none(
         max_length=9,
         seed=0,
     )
-    assert [q.key for q in questions] == ["a.0", "b.0", "b.1", "b.2", "c.0", "c.1", "c.2"]
-    assert [q.temperature for q in questions] == [0, 0, 1, 1, 0, 1, 1]
+    assert [q.key for q in questions] == ["a.0", "b.0", "c.0", "b.1", "c.1", "b.2", "c.2"]
+    assert [q.temperature for q in questions] == [0, 0, 0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
