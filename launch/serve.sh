@@ -3,7 +3,9 @@
 #   launch/serve.sh TARGET DRAFTER [any server argument]
 # Each is a Hugging Face name or a local folder. PLAIN=1 serves the target without speculation;
 # DRY_RUN=1 prints the command and does not run it. The block size is the drafter's own unless you
-# pass --speculative-num-draft-tokens. The pair is checked before anything is loaded.
+# pass --speculative-num-draft-tokens. The pair is checked before anything is loaded, memory included:
+# MEM_FRACTION is the share of the card for weights and KV, SWA_RATIO the sliding-window layers' pool
+# in tokens, as a share of the full layers'.
 set -euo pipefail
 if [ $# -lt 2 ]; then
   echo "launch/serve.sh: needs TARGET and DRAFTER, then any server argument." >&2
@@ -12,10 +14,17 @@ fi
 target=$1 drafter=$2
 shift 2
 python=${PYTHON:-python3}
+# an 80 GB card or a 141 GB one; a recipe may know better for its model
+card=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1 || true)
+if [ "${card:-0}" -ge 100000 ]; then
+  fraction=${MEM_FRACTION:-${MEM_FRACTION_141GB:-0.85}}
+else
+  fraction=${MEM_FRACTION:-${MEM_FRACTION_80GB:-0.85}}
+fi
+memory=(--mem-fraction-static "$fraction" --swa-full-tokens-ratio "${SWA_RATIO:-0.8}")
 # later arguments win, so each default can be overridden from the command line
 args=(
-  --model-path "$target" --attention-backend triton --trust-remote-code
-  --mem-fraction-static "${MEM_FRACTION:-0.85}" --port 30000
+  --model-path "$target" --attention-backend triton --trust-remote-code "${memory[@]}" --port 30000
 )
 if [ "${PLAIN:-0}" != 1 ]; then
   args+=(
@@ -23,7 +32,7 @@ if [ "${PLAIN:-0}" != 1 ]; then
     --speculative-draft-attention-backend "${DRAFT_BACKEND:-fa4}"
   )
   if ! findings=$("$python" -m sglang_dflash doctor --trust-remote-code --model-path "$target" \
-    --speculative-draft-model-path "$drafter" --mem-fraction-static "${MEM_FRACTION:-0.85}"); then
+    --speculative-draft-model-path "$drafter" "${memory[@]}"); then
     echo "$findings" | grep -A1 '^bad' >&2 || true
     exit 1
   fi

@@ -16,6 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
     doctor.add_argument("--model-path", help="target: a folder or a name")
     doctor.add_argument("--speculative-draft-model-path", help="drafter: a folder or a name")
     doctor.add_argument("--mem-fraction-static", type=float, default=0.85)
+    doctor.add_argument("--swa-full-tokens-ratio", type=float, default=0.8)
     doctor.add_argument("--gpu-memory-gb", type=float, help="plan for this card, not the one here")
     doctor.add_argument("--trust-remote-code", action="store_true")
     doctor.add_argument("--json", action="store_true", help="print JSON")

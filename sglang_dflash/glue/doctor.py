@@ -1,6 +1,7 @@
 """Is everything in place, and does a pair fit: what `python -m sglang_dflash doctor` answers.
 
-Nothing is loaded: a pair is judged by its configs and the sizes of its files.
+Nothing is loaded: a pair is judged by its configs, and by the sizes of its files or, where they are
+not here yet, by the number of parameters that the configs describe.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 import sglang_dflash
 from sglang_dflash import config as cfg
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.server_args import describe_target
+from sglang_dflash.reference import Drafter, DrafterConfig
 
 GIB = 2**30
-BYTES = 2  # per KV value: bf16
+BYTES = 2  # of a value in bf16
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,8 @@ def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, 
         return [Finding("pair", "bad", "half a pair", f"Pass {missing} as well.")], None
     try:
         target_config = _read(target_path, options)
-        drafter = cfg.DrafterSpec.from_config(_read(draft_path, options).to_dict(), name=draft_path)
+        draft_config = _read(draft_path, options)
+        drafter = cfg.DrafterSpec.from_config(draft_config.to_dict(), name=draft_path)
         target = describe_target(target_config, name=target_path)
         cfg.check_pair(drafter, target)
     except (ValueError, OSError) as error:
@@ -141,7 +145,12 @@ def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, 
         f"{target.architecture}, {target.num_layers} layers; a drafter of {drafter.num_layers}, "
         f"block {drafter.block_size}, features from {list(drafter.target_layer_ids)}",
     )
-    memory, fits = plan_memory(target_config, drafter, options)
+    sizes = {
+        "target weights": file_bytes(target_path)
+        or described_bytes(target_path, trust_remote_code=options.trust_remote_code),
+        "draft weights": file_bytes(draft_path) or described_draft_bytes(draft_config),
+    }
+    memory, fits = plan_memory(target_config, drafter, sizes, options)
     launch = recommend(target_path, draft_path, drafter, options)
     return [found, fits], {"memory": memory, "launch": launch}
 
@@ -184,24 +193,41 @@ def kv_bytes_per_token(text: Any) -> dict[str, int]:
     return found
 
 
-def weight_bytes(path: str) -> int | None:
+def file_bytes(path: str) -> int | None:
     """Return the size of a local checkpoint, None where there is none to measure."""
     sizes = [file.stat().st_size for file in Path(path).glob("*.safetensors")]
     return sum(sizes) or None
 
 
+def described_bytes(path: str, *, trust_remote_code: bool) -> int | None:
+    """Return what a target's config describes, in bf16; None if transformers cannot build it."""
+    # SGLang renames fields of some configs, which makes another model of them
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    model_class = getattr(transformers, config.architectures[0], None)
+    if model_class is None or getattr(config, "quantization_config", None) is not None:
+        return None
+    with torch.device("meta"):
+        model = model_class(config)
+    return BYTES * sum(parameter.numel() for parameter in model.parameters())
+
+
+def described_draft_bytes(config: Any) -> int:
+    with torch.device("meta"):
+        drafter = Drafter(DrafterConfig.from_json(config.to_dict()))
+    return BYTES * sum(parameter.numel() for parameter in drafter.parameters())
+
+
 def plan_memory(
-    target_config: Any, drafter: cfg.DrafterSpec, options: argparse.Namespace
+    target_config: Any,
+    drafter: cfg.DrafterSpec,
+    sizes: dict[str, int | None],
+    options: argparse.Namespace,
 ) -> tuple[dict[str, Any], Finding]:
     """Return where the memory goes, and whether anything is left for KV."""
     kv = kv_bytes_per_token(target_config.get_text_config())
     draft_kv = drafter.num_layers * 2 * drafter.num_kv_heads * drafter.head_dim * BYTES
-    sizes = {
-        "target weights": weight_bytes(options.model_path),
-        "draft weights": weight_bytes(options.speculative_draft_model_path),
-    }
     memory: dict[str, Any] = {
-        name: "unknown: not a local folder" if size is None else f"{size / GIB:.2f} GiB"
+        name: "unknown: quantised, and not here" if size is None else f"{size / GIB:.2f} GiB"
         for name, size in sizes.items()
     }
     for kind, size in sorted(kv.items()):
@@ -211,16 +237,21 @@ def plan_memory(
     if total is None and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory / GIB
     if total is None or None in sizes.values():
-        text = "not judged: needs local weights, and a GPU or --gpu-memory-gb"
+        text = "not judged: needs the size of the weights, and a GPU or --gpu-memory-gb"
         return memory, Finding("memory", "note", text)
     weights = sum(size for size in sizes.values() if size is not None)
     left = total * GIB * options.mem_fraction_static - weights
-    # sliding layers keep a window only; the full ones decide how long texts may be
-    tokens = int(left // (sum(kv.values()) + draft_kv))
+    # SGLang gives sliding layers a pool of their own, this much of the full layers' in tokens
+    sliding = options.swa_full_tokens_ratio * kv.get("sliding_attention", 0)
+    tokens = int(left // (kv.get("full_attention", 0) + sliding + draft_kv))
     memory["for KV"] = f"{max(left, 0) / GIB:.2f} GiB of {total:.0f} GiB"
-    memory["tokens that fit, all layers counted"] = max(tokens, 0)
+    memory["tokens that fit"] = max(tokens, 0)
     if tokens < 1024:
-        advice = "Use a larger card, a quantised target, or a higher --mem-fraction-static."
+        advice = (
+            f"{weights / GIB:.1f} GiB of weights leave no room in {options.mem_fraction_static:g} "
+            f"of {total:.0f} GiB. Use a larger card, a quantised target, or a higher "
+            "--mem-fraction-static."
+        )
         return memory, Finding("memory", "bad", f"{max(tokens, 0)} tokens of KV fit", advice)
     return memory, Finding("memory", "ok", f"{tokens} tokens of KV fit")
 

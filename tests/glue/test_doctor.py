@@ -47,3 +47,21 @@ def test_kv_of_gemma_4_is_counted_by_kind_of_layer(capsys: pytest.CaptureFixture
     memory = json.loads(capsys.readouterr().out)["plan"]["memory"]
     assert memory["target KV per token, sliding_attention"] == f"{50 * 2 * 16 * 256 * 2} bytes"
     assert memory["target KV per token, full_attention"] == f"{10 * 2 * 4 * 512 * 2} bytes"
+
+
+def test_weights_that_are_not_here_are_counted_from_the_config(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Qwen3-8B: 8.19 billion parameters of two bytes; 36 layers of 8 heads of 128."""
+    shapes = ROOT / "benchmarks" / "shapes"
+    pair = ["--model-path", str(shapes / "qwen3-8b")]
+    pair += ["--speculative-draft-model-path", str(shapes / "qwen3-8b-draft")]
+    assert main(["doctor", *pair, "--gpu-memory-gb", "80", "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["plan"]["memory"]
+    assert memory["target weights"] == "15.26 GiB"
+    weights = sum(float(memory[f"{name} weights"].split()[0]) for name in ("target", "draft"))
+    per_token = 36 * 2 * 8 * 128 * 2 + int(memory["draft KV per token"].split()[0])
+    expected = (0.85 * 80 - weights) * 2**30 / per_token
+    assert memory["tokens that fit"] == pytest.approx(expected, rel=0.001)
+    assert main(["doctor", *pair, "--gpu-memory-gb", "16"]) == 1
+    assert "GiB of weights leave no room in 0.85 of 16 GiB" in capsys.readouterr().out
