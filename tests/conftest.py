@@ -33,8 +33,8 @@ else:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--schedules",
-        default="in turn,plan stream",
-        help=f"exactness tests run under each of these: {', '.join(SCHEDULES)}",
+        default="usual",
+        help=f"exactness tests run under each of these (by commas): {', '.join(SCHEDULES)}",
     )
 
 

@@ -23,6 +23,9 @@ METERED_TOKENS = 61  # one from the prompt, then sixty
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "schedule" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--schedules").split(",")
+        usual = metafunc.definition.get_closest_marker("usual_schedule")
+        if chosen == ["usual"]:
+            chosen = [usual.args[0]] if usual else ["in turn", "plan stream"]
         if unknown := set(chosen) - set(SCHEDULES):
             raise pytest.UsageError(f"--schedules knows {list(SCHEDULES)}, not {sorted(unknown)}")
         metafunc.parametrize("schedule", chosen, scope="session")

@@ -21,6 +21,9 @@ from schedules import SCHEDULES, follows
 from server import Server
 from sglang_dflash.pairs import tiny_target
 
+# to save time; `pytest --schedules "in turn,overlap,plan stream"` runs all under each
+pytestmark = pytest.mark.usual_schedule("plan stream")
+
 NUM_PROMPTS = 20
 NEW_TOKENS = 28
 # noise = f(seed, position): SGLang reads seeds in deterministic mode only
@@ -259,6 +262,7 @@ def test_required_tool_call(seeded: tuple[Server, Server], questions: list[str])
     assert any(called for _, called, _ in found), "no answer was a tool call"
 
 
+@pytest.mark.usual_schedule("in turn")
 def test_custom_logit_processor(
     seeded: tuple[Server, Server], prompts: list[list[int]], greedy: list[list[int]], schedule: str
 ) -> None:
