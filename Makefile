@@ -14,7 +14,7 @@ chat: venv
 	@$(BIN)/python launch/demo.py --chat
 
 test: venv lint
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --durations=15
 
 lint: venv
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

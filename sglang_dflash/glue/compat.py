@@ -347,6 +347,9 @@ SYMBOLS: dict[str, Symbol] = {
     "model_specific_adjustments": Symbol(
         "srt.server_args", "ServerArgs._handle_model_specific_adjustments"
     ),
+    "set_envs_and_config": Symbol(
+        "srt.entrypoints.engine", "_set_envs_and_config", ("server_args",)
+    ),
     "update_intermediate_size": Symbol(
         "srt.configs.update_config",
         "update_intermediate_size",

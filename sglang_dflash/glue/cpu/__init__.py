@@ -6,6 +6,7 @@ loads plug-ins. The rest is installed by the plug-in, in CPU mode only.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from typing import Any
 
@@ -32,6 +33,7 @@ def install_if_cpu() -> None:
         {
             "model_specific_adjustments": _accept_torch_native,
             "update_intermediate_size": _skip_absent_size,
+            "set_envs_and_config": _fork_children,
         }
     )
 
@@ -41,6 +43,16 @@ def _let_tensors_meet_streams() -> None:
     import torch
 
     setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)  # noqa: B010
+
+
+def _fork_children(original: Any, server_args: Any) -> None:
+    """Let SGLang's processes inherit what is imported: a spawned one spends ten seconds on it.
+
+    Only while there is one thread, as with OMP_NUM_THREADS=1: others would be missing in a child.
+    """
+    original(server_args)
+    if len(os.listdir("/proc/self/task")) == 1:
+        multiprocessing.set_start_method("fork", force=True)
 
 
 def _accept_torch_native(original: Any, server_args: Any) -> None:
