@@ -265,9 +265,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=PORT)
     parser.add_argument("--budget-s", type=float, default=0.0, help="0: no limit")
     parser.add_argument("--retry", action="store_true", help="try what failed earlier again")
-    parser.add_argument("--commit", help="to record where the tree is a copy without its history")
-    parser.add_argument("--out", type=Path, help="writes OUT.json and OUT.md")
-    parser.add_argument("--logs", type=Path, help="folder for the end of each server's log")
+    systems.add_result_options(parser, picture=False)
     options, options.server_args = parser.parse_known_args(arguments)
     known = known_recipes(options.shapes)
     options.recipes = options.recipes or known

@@ -142,8 +142,8 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
     finally:
         server.stop()
         if options.logs:
-            folder = Path(options.logs)
-            (folder / f"{system}.log").write_bytes(server.log.read_bytes()[-2_000_000:])
+            options.logs.mkdir(parents=True, exist_ok=True)
+            (options.logs / f"{system}.log").write_bytes(server.log.read_bytes()[-2_000_000:])
 
 
 def compare_outputs(results: dict[str, Any]) -> dict[str, Any]:
@@ -184,10 +184,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draft-backend", default="fa4")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--trace", action="store_true", help="split our step's GPU time, too")
-    parser.add_argument("--commit", help="to record where the tree is a copy without its history")
-    parser.add_argument("--out", type=Path, help="writes OUT.json, OUT.md and OUT.png")
-    parser.add_argument("--logs", help="folder for the end of each server's log")
-    parser.add_argument("--picture", type=Path, help="only draw the picture of a result file")
+    systems.add_result_options(parser, picture=True)
     options, options.server_args = parser.parse_known_args()
     if options.picture is None and not (options.model_path and options.draft_model_path):
         parser.error("--model-path and --draft-model-path are needed to measure")

@@ -5,6 +5,7 @@ A result file carries its command, commit, versions and GPU; a picture needs mat
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -143,6 +144,16 @@ def decode_rate(
             tries.append(taken)
         seconds[length] = min(tries)
     return num_requests * (long - short) / (seconds[long] - seconds[short]), answers
+
+
+def add_result_options(parser: argparse.ArgumentParser, *, picture: bool) -> None:
+    """Add where results and logs go, and what is recorded with them."""
+    parser.add_argument("--commit", help="to record where the tree is a copy without its history")
+    files = "OUT.json, OUT.md and OUT.png" if picture else "OUT.json and OUT.md"
+    parser.add_argument("--out", type=Path, help=f"writes {files}")
+    parser.add_argument("--logs", type=Path, help="folder for the end of each server's log")
+    if picture:
+        parser.add_argument("--picture", type=Path, help="only draw the picture of a result file")
 
 
 def provenance(commit: str | None, *, hidden: Iterable[str] = ()) -> dict[str, Any]:

@@ -304,10 +304,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=4096)
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0])
     parser.add_argument("--thinking", action="store_true", help="let the chat template ask for it")
-    parser.add_argument("--commit", help="to record where the tree is a copy without its history")
-    parser.add_argument("--out", type=Path, help="writes OUT.json, OUT.md and OUT.png")
-    parser.add_argument("--logs", type=Path, help="folder for the end of each server's log")
-    parser.add_argument("--picture", type=Path, help="only draw the picture of a result file")
+    systems.add_result_options(parser, picture=True)
     options, options.server_args = parser.parse_known_args(arguments)
     if options.picture is None and options.data is None:
         parser.error("--data is needed: a folder with a TASK.jsonl for each of --tasks")
