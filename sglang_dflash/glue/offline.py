@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from sglang_dflash.glue import compat
-
-
-class Question(Protocol):
-    @property
-    def token_ids(self) -> list[int]: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def max_new_tokens(self) -> int: ...
-
-
-# (questions) -> the tokens of each answer, its end token included
-Ask = Callable[[Sequence[Question]], list[list[int]]]
+from sglang_dflash.train.answers import Ask, Question
 
 
 @contextmanager

@@ -7,7 +7,6 @@ group of answers is appended when it is complete, so that an interrupted run con
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import time
 import zlib
@@ -114,10 +113,6 @@ def answer_questions(
 
 def watch(items: Sequence[str], label: str) -> Iterable[str]:
     return tqdm(items, desc=label, unit=" prompts")
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def answer_files(folder: Path) -> list[Path]:

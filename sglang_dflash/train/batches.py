@@ -76,10 +76,14 @@ def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> Example:
     return make_example(ids, mask)
 
 
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
 def collate(examples: Sequence[Example], *, pad_id: int, multiple: int = 1) -> Batch:
     """Pad on the right to the longest example, and on to a multiple of `multiple` tokens."""
     lens = torch.tensor([len(e.token_ids) for e in examples])
-    size = -(-int(lens.max()) // multiple) * multiple
+    size = round_up(int(lens.max()), multiple)
     ids = torch.full((len(examples), size), pad_id)
     mask = torch.zeros((len(examples), size), dtype=torch.bool)
     for row, example in enumerate(examples):
@@ -123,18 +127,19 @@ class Batches(Iterator[Batch]):
         return collate(group, pad_id=self.pad_id, multiple=self.multiple)
 
     def _group(self, rng: Random) -> list[list[int]]:
-        lens = [len(e.token_ids) for e in self.examples]
+        sizes = [len(e.token_ids) for e in self.examples]
         # the noise keeps neighbours in length from meeting in every epoch
-        noisy = [n * rng.uniform(0.9, 1.1) for n in lens]
+        noisy = [n * rng.uniform(0.9, 1.1) for n in sizes]
+        lens = [round_up(n, self.multiple) for n in sizes]
         groups: list[list[int]] = [[]]
         longest = 0
         for i in sorted(range(len(lens)), key=noisy.__getitem__):
-            longest = max(longest, -(-lens[i] // self.multiple) * self.multiple)
+            longest = max(longest, lens[i])
             rows = len(groups[-1])
             full = longest * (rows + 1) > self.tokens_per_batch or rows == self.rows_per_batch
             if rows and full:
                 groups.append([])
-                longest = -(-lens[i] // self.multiple) * self.multiple
+                longest = lens[i]
             groups[-1].append(i)
         rng.shuffle(groups)
         return groups

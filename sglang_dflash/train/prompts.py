@@ -40,6 +40,10 @@ def key_of(token_ids: Sequence[int]) -> str:
     return hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=8).hexdigest()
 
 
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def read_prompts(
     paths: Sequence[Path], *, tokenizer: Any, thinking: bool | None, max_length: int
 ) -> Prompts:
@@ -57,7 +61,7 @@ def read_prompts(
             repeated += key in found
             if len(ids) + _ROOM <= max_length:
                 found[key] = ids
-        files.append(PromptFile(path.name, rows, hashlib.sha256(path.read_bytes()).hexdigest()))
+        files.append(PromptFile(path.name, rows, sha256(path)))
     if not found:
         raise ValueError(
             f"{', '.join(map(str, paths))}: no prompt to answer ({too_long} are longer than "

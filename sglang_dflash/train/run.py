@@ -32,12 +32,14 @@ from sglang_dflash.train.card import versions, write_card
 from sglang_dflash.train.evaluate import accept_length, histogram, sample_at
 from sglang_dflash.train.fit import fit
 from sglang_dflash.train.options import FIXED, check_options, read_temperatures
-from sglang_dflash.train.prompts import check_template, read_prompts
+from sglang_dflash.train.prompts import check_template, read_prompts, sha256
 from sglang_dflash.train.shape import load_target_parts, make_drafter_config
 
 # starts an engine for the target's answers; the caller knows one, because only it knows SGLang
 Engine = Callable[..., AbstractContextManager[store.Ask]]
 
+# what --thinking tells the chat template
+THINKING = {"on": True, "off": False, "default": None}
 # answers that are written together
 ENGINE_GROUP, TRANSFORMERS_GROUP = 4096, 64
 # temperatures of the real decoding loop
@@ -109,8 +111,7 @@ def prepare(options: argparse.Namespace) -> Run:
     """Check everything that can be checked without weights, and claim the out folder."""
     check_options(options)
     config, tokenizer, stop = load_target_parts(options.model_path)
-    thinking = {"on": True, "off": False, "default": None}[options.thinking]
-    check_template(tokenizer, thinking)
+    check_template(tokenizer, THINKING[options.thinking])
     if not stop:
         raise ValueError(
             f"{options.model_path} names no token that ends an answer. Set eos_token_id in its "
@@ -189,7 +190,7 @@ def collect_answers(run: Run, engine: Engine | None) -> dict[str, store.Answer]:
     if options.answers:
         found = store.read_answers(options.answers)
         files = [
-            {"name": path.name, "rows": "answers", "sha256": store.sha256(path)}
+            {"name": path.name, "rows": "answers", "sha256": sha256(path)}
             for path in options.answers
         ]
         made_by = "another run"
@@ -213,9 +214,11 @@ def generate_answers(
 ) -> tuple[list[dict[str, Any]], str]:
     """Answer the prompts that have no answer yet; return the files and what answered."""
     options = run.options
-    thinking = {"on": True, "off": False, "default": None}[options.thinking]
     prompts = read_prompts(
-        options.prompts, tokenizer=run.tokenizer, thinking=thinking, max_length=options.max_length
+        options.prompts,
+        tokenizer=run.tokenizer,
+        thinking=THINKING[options.thinking],
+        max_length=options.max_length,
     )
     questions = store.make_questions(
         prompts.token_ids,
