@@ -208,6 +208,45 @@ def argmax_rows(
     return torch.argmax(logits, dim=-1)
 
 
+def thin_linear(
+    x: Tensor,  # [n, K]
+    weight: Tensor,  # [N, K]
+) -> Tensor:
+    """Return the product as parts [1, n, N] in x's type; a kernel may give more parts, in fp32."""
+    return torch.matmul(x, weight.T)[None]
+
+
+def gated_linear(
+    x: Tensor,  # [n, K]
+    weight: Tensor,  # [2 * N, K], gate above up
+) -> Tensor:
+    """Return gelu(x gate^T) * (x up^T), [n, N], the gelu in its tanh form."""
+    gate, up = torch.matmul(x, weight.T).float().chunk(2, dim=-1)
+    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(x.dtype)
+
+
+def norm_add_norm(
+    parts: Tensor,  # [S, n, H]
+    residual: Tensor,  # [n, H]
+    *,
+    norm_weight: Tensor,  # [H]
+    next_weight: Tensor | None,  # [H]
+    scale: Tensor | None,  # [1]
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Return (new residual, the same normed by `next_weight`), both [n, H] in residual's type.
+
+    The new residual is (norm(sum of parts) + residual) * scale. Without `next_weight` the second is
+    the first.
+    """
+    x = parts.float().sum(0).to(residual.dtype).float()
+    x = rms_norm(x, norm_weight, eps) + residual.float()
+    out = (x if scale is None else x * scale.float()).to(residual.dtype)
+    if next_weight is None:
+        return out, out
+    return out, rms_norm(out, next_weight, eps)
+
+
 def index_prefixes(
     slot_table: Tensor,  # [rows, width] int
     rows: Tensor,  # [n] int

@@ -1,0 +1,136 @@
+"""Matrix products of few rows with a large weight, as a verify pass of few requests has them.
+
+With 16 rows a product is a read of its weight, and what surrounds the read costs as much as what
+is wrong with it. So: the weight is the tall operand of the tensor cores, the rows the narrow one; a
+weight with few rows is cut along its depth, too, and the parts are summed by the norm that follows
+(`residual_norm.py`), not by a launch of their own; gate and up are multiplied where they are made.
+On a GPU the launch overlaps the end of the kernel before it: each program asks the cache for the
+head of its weight, which depends on nothing, and only then waits for its rows.
+
+Layout contract: x [n, K] and weight [N, K], adjacent columns, 16-byte aligned rows, K a multiple of
+32. Sums are fp32.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+MAX_ROWS = 64
+PREFETCH_LINE = 64  # elements of two bytes in a line of the cache
+
+
+@dataclass(frozen=True)
+class Tile:
+    block_n: int  # rows of the weight per program; of gate and of up each where there are two
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    prefetch: int = 0  # elements of each weight row to ask the cache for before waiting
+
+
+# fmt: off
+@triton.jit
+def _product(
+    x, weight, out, num_rows, x_stride, weight_stride,
+    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    PREFETCH: tl.constexpr, LINE: tl.constexpr, OVERLAPPED: tl.constexpr,
+):
+    # fmt: on
+    column = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    row = tl.arange(0, BLOCK_M).to(tl.int64)
+    live_column, live_row = column < N, row < num_rows
+    begin = K // BLOCK_K * split // SPLITS
+    end = K // BLOCK_K * (split + 1) // SPLITS
+    at = weight + column * weight_stride
+    if OVERLAPPED:
+        if PREFETCH > 0:
+            lines = begin * BLOCK_K + tl.arange(0, PREFETCH // LINE) * LINE
+            heads = tl.where(live_column, column, 0)[:, None] * weight_stride + lines[None, :]
+            _ask_the_cache(weight + heads)
+            if GATED:
+                _ask_the_cache(weight + N * weight_stride + heads)
+        gdc_wait()
+        gdc_launch_dependents()
+
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for step in range(begin, end):
+        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        rows = tl.load(
+            x + row[:, None] * x_stride + k[None, :], mask=live_row[:, None], other=0.0,
+            eviction_policy="evict_last",
+        )
+        rows = tl.trans(rows)
+        part = tl.load(
+            at[:, None] + k[None, :], mask=live_column[:, None], other=0.0,
+            eviction_policy="evict_first",
+        )
+        total = tl.dot(part, rows, total, input_precision="ieee")
+        if GATED:
+            part = tl.load(
+                at[:, None] + N * weight_stride + k[None, :], mask=live_column[:, None], other=0.0,
+                eviction_policy="evict_first",
+            )
+            up = tl.dot(part, rows, up, input_precision="ieee")
+    if GATED:
+        # gelu by its tanh form, the tanh by a sigmoid, which saturates without overflow
+        inner = 0.7978845608028654 * (total + 0.044715 * total * total * total)
+        total = total * tl.sigmoid(2.0 * inner) * up
+    place = (split * num_rows + row[None, :]) * N + column[:, None]
+    live = live_column[:, None] & live_row[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _ask_the_cache(pointers):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )
+
+
+def thin_linear(x: Tensor, weight: Tensor, *, tile: Tile) -> Tensor:
+    """Return fp32 parts [S, n, N] whose sum is what `reference.thin_linear` gives."""
+    out = torch.empty(tile.splits, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+    _launch(x, weight, out, weight.shape[0], tile, gated=False)
+    return out
+
+
+def gated_linear(x: Tensor, weight: Tensor, *, tile: Tile) -> Tensor:
+    """Do what `reference.gated_linear` does."""
+    width = weight.shape[0] // 2
+    out = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
+    _launch(x, weight, out, width, tile, gated=True)
+    return out
+
+
+def _launch(x: Tensor, weight: Tensor, out: Tensor, width: int, tile: Tile, *, gated: bool) -> None:
+    rows, depth = x.shape
+    assert rows <= MAX_ROWS and depth % tile.block_k == 0, (x.shape, tile)
+    overlapped = x.is_cuda
+    _product[(triton.cdiv(width, tile.block_n), tile.splits)](
+        *(x, weight, out, rows, x.stride(0), weight.stride(0)),
+        N=width,
+        K=depth,
+        GATED=gated,
+        BLOCK_M=max(16, triton.next_power_of_2(rows)),
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        SPLITS=tile.splits,
+        PREFETCH=tile.prefetch,
+        LINE=PREFETCH_LINE,
+        OVERLAPPED=overlapped,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **({"launch_pdl": True} if overlapped else {}),
+    )

@@ -1,0 +1,74 @@
+"""The kernels of a whole layer at few rows against their twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
+
+from sglang_dflash.kernels import reference
+
+if INTERPRETED or torch.cuda.is_available():
+    from sglang_dflash.kernels.residual_norm import norm_add_norm
+    from sglang_dflash.kernels.thin_linear import Tile, gated_linear, thin_linear
+
+TYPES = [torch.float32, torch.bfloat16]
+
+
+def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+@runs_kernel
+@pytest.mark.parametrize("dtype", TYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rows", [1, 16, 23, 64])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_parts_of_a_thin_product_add_up(splits: int, rows: int, dtype: torch.dtype) -> None:
+    """Seven blocks of depth in three parts, and a width that no tile divides."""
+    torch.manual_seed(rows)
+    x, weight = draw(rows, 224, dtype=dtype), draw(200, 224, dtype=dtype)
+    parts = thin_linear(x, weight, tile=Tile(64, 32, splits, 4, 3, prefetch=64))
+    assert parts.shape == (splits, rows, 200)
+    exact = x.double() @ weight.double().T
+    # fp32 sums of 224 products of order one
+    torch.testing.assert_close(parts.sum(0).double(), exact, atol=2e-4, rtol=1e-4)
+    assert (reference.thin_linear(x, weight)[0].double() - exact).abs().max() < 0.5
+
+
+@runs_kernel
+@pytest.mark.parametrize("dtype", TYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rows", [5, 16])
+def test_gated_product(rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    x, weight = draw(rows, 96, dtype=dtype), draw(2 * 80, 96, dtype=dtype) / 4
+    found = gated_linear(x, weight, tile=Tile(32, 32, 1, 4, 3))
+    expected = reference.gated_linear(x.double().float(), weight.float())
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@runs_kernel
+@pytest.mark.parametrize("dtype", TYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("last", [False, True], ids=["between", "last"])
+def test_norm_add_norm(last: bool, splits: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(splits)
+    parts = draw(splits, 7, 600, dtype=torch.float32 if splits > 1 else dtype)
+    residual = draw(7, 600, dtype=dtype)
+    arguments = {
+        "norm_weight": draw(600, dtype=dtype),
+        "next_weight": None if last else draw(600, dtype=dtype),
+        "scale": torch.tensor([0.7], device=DEVICE, dtype=dtype) if last else None,
+        "eps": 1e-6,
+    }
+    found = norm_add_norm(parts, residual, **arguments)
+    expected = reference.norm_add_norm(parts, residual, **arguments)
+    # one unit in the last place where sums come in another order
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+if not INTERPRETED:
+
+    def test_layer_kernels_hold_in_the_interpreter() -> None:
+        hold_in_the_interpreter(__file__)
