@@ -272,6 +272,12 @@ SYMBOLS: dict[str, Symbol] = {
         "TritonAttnBackend.init_cuda_graph_state",
         ("max_bs", "max_num_tokens"),
     ),
+    # layers
+    "gemma4_layer": Symbol(
+        "srt.models.gemma4_causal",
+        "Gemma4DecoderLayer.forward",
+        ("positions", "hidden_states", "per_layer_input", "forward_batch"),
+    ),
     # head
     "LogitsProcessor": Symbol("srt.layers.logits_processor", "LogitsProcessor"),
     "get_logits": Symbol(

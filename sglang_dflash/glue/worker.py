@@ -20,6 +20,7 @@ from sglang_dflash.glue.attention import install_verify_attention
 from sglang_dflash.glue.draft_model import DFlashDraftModel
 from sglang_dflash.glue.finish import keep_books_in
 from sglang_dflash.glue.host import BatchHost, Engine
+from sglang_dflash.glue.layers import install_fused_layers
 from sglang_dflash.glue.metrics import Bookkeeping
 from sglang_dflash.glue.server_args import resolve_config
 from sglang_dflash.glue.state import DFlashState
@@ -66,6 +67,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             clock=self.book.clock,
         )
         self.verify_kernel = "not chosen yet"
+        self.layers = install_fused_layers(target_worker.model_runner.model, self.ops)
 
     def describe(self) -> dict[str, object]:
         """Return what runs here, for the log and /server_info."""
@@ -74,6 +76,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             "sglang": compat.installed_release(),
             "ops": self.ops.name,
             "verify_attention": self.verify_kernel,
+            "layers": self.layers,
             "alarm_below": self.book.alarm.threshold,
             **self.config.summary(),
         }

@@ -65,6 +65,19 @@ class ArgmaxRows(Protocol):
     def __call__(self, logits: Tensor, logit_cap: float = 0.0) -> Tensor: ...
 
 
+class NormAddNorm(Protocol):
+    def __call__(
+        self,
+        parts: Tensor,
+        residual: Tensor,
+        *,
+        norm_weight: Tensor,
+        next_weight: Tensor | None,
+        scale: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 @dataclass(frozen=True)
 class Ops:
     """One implementation of every op; `name` is what the log calls it."""
@@ -77,6 +90,7 @@ class Ops:
     context_hidden: ContextHidden
     write_context: WriteContext
     argmax_rows: ArgmaxRows
+    norm_add_norm: NormAddNorm
 
 
 TORCH = Ops(
@@ -88,6 +102,7 @@ TORCH = Ops(
     context_hidden=reference.context_hidden,
     write_context=reference.write_context,
     argmax_rows=reference.argmax_rows,
+    norm_add_norm=reference.norm_add_norm,
 )
 
 
@@ -102,7 +117,7 @@ def choose(device_type: str) -> Ops:
 
 def triton_ops() -> Ops:
     """Return the Triton kernels, each in the place of its twin."""
-    from sglang_dflash.kernels import argmax, block, commit, context
+    from sglang_dflash.kernels import argmax, block, commit, context, residual_norm
 
     return Ops(
         name="triton",
@@ -113,4 +128,5 @@ def triton_ops() -> Ops:
         context_hidden=context.context_hidden,
         write_context=context.write_context,
         argmax_rows=argmax.argmax_rows,
+        norm_add_norm=residual_norm.norm_add_norm,
     )

@@ -79,6 +79,12 @@ def test_family_is_exact(family: Family, kind: str) -> None:
     assert found == family.answers
 
 
+def test_layers_of_a_dense_gemma_are_fused(family: Family) -> None:
+    """The exactness above is then that of the fused layers."""
+    layers = family.dflash.state()["sglang_dflash"]["layers"]
+    assert layers == ("sglang_dflash.torch" if family.name == "gemma4" else "sglang")
+
+
 def test_drafter_reads_the_family_as_the_oracle_does(family: Family) -> None:
     """Feature layers, embedding scale and head, compared block for block with plain torch."""
     target = load_target(family.name, family.target)

@@ -1,0 +1,108 @@
+"""A dense Gemma-4 layer's verify pass in fewer launches: what lies between its products, fused.
+
+The forward of each layer is replaced on the instance, for verify blocks only. Norms that stand
+around a residual become one launch (`kernels/residual_norm.py`), across the border of two layers,
+too. With few rows, products whose shape was measured to gain run as `kernels/thin_linear.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from sglang_dflash.kernels import Ops
+
+PRODUCTS = ("self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+
+
+def install_fused_layers(model: Any, ops: Ops) -> str:
+    """Fuse every layer of a dense Gemma-4 target; return what serves the layers."""
+    layers = [m for m in model.modules() if type(m).__name__ == "Gemma4DecoderLayer"]
+    if not layers:
+        return "sglang"
+    reasons = {reason for layer in layers if (reason := _why_not(layer)) is not None}
+    if reasons:
+        return f"sglang ({', '.join(sorted(reasons))})"
+    following: FusedLayer | None = None
+    for layer in reversed(layers):
+        following = FusedLayer(layer, following, ops)
+    return f"sglang_dflash.{ops.name}"
+
+
+def _why_not(layer: Any) -> str | None:
+    """Return what of a layer the fused one does not know."""
+    if layer.has_ple:
+        return "per-layer embeddings"
+    if layer.enable_moe_block:
+        return "experts"
+    for path in PRODUCTS:
+        module = layer.get_submodule(path)
+        if type(module).__name__ not in ("RowParallelLinear", "MergedColumnParallelLinear"):
+            return f"{path} is a {type(module).__name__}"
+        if module.tp_size > 1:
+            return "tensor parallelism"
+    return None
+
+
+class FusedLayer:
+    """One layer's verify pass. It norms its result for the layer that follows."""
+
+    def __init__(self, layer: Any, following: FusedLayer | None, ops: Ops) -> None:
+        self._layer = layer
+        self._following = following
+        self._ops = ops
+        self._original = layer.forward
+        # what the layer before has normed already, and the result it was normed from
+        self._ready: tuple[Tensor, Tensor] | None = None
+        layer.forward = self.forward
+
+    def forward(
+        self,
+        positions: Tensor,
+        hidden_states: Tensor,
+        per_layer_input: Tensor | None,
+        forward_batch: Any,
+        **unusual: Any,
+    ) -> tuple[Tensor, None]:
+        """Do what SGLang's layer does."""
+        if not forward_batch.forward_mode.is_target_verify():
+            return self._original(
+                positions, hidden_states, per_layer_input, forward_batch, **unusual
+            )
+        layer, ops = self._layer, self._ops
+        attended = layer.self_attn(
+            positions=positions,
+            hidden_states=self._normed(hidden_states),
+            forward_batch=forward_batch,
+        )
+        residual, normed = ops.norm_add_norm(
+            attended[None],
+            hidden_states,
+            norm_weight=layer.post_attention_layernorm.weight,
+            next_weight=layer.pre_feedforward_layernorm.weight,
+            scale=None,
+            eps=layer.post_attention_layernorm.variance_epsilon,
+        )
+        following = self._following
+        result, normed = ops.norm_add_norm(
+            layer.mlp(normed)[None],
+            residual,
+            norm_weight=layer.post_feedforward_layernorm.weight,
+            next_weight=None if following is None else following.first_norm,
+            scale=layer.layer_scalar,
+            eps=layer.post_feedforward_layernorm.variance_epsilon,
+        )
+        if following is not None:
+            following._ready = (result, normed)
+        return result, None
+
+    @property
+    def first_norm(self) -> Tensor:
+        return self._layer.input_layernorm.weight
+
+    def _normed(self, hidden_states: Tensor) -> Tensor:
+        ready, self._ready = self._ready, None
+        if ready is not None and ready[0] is hidden_states:
+            return ready[1]
+        return self._layer.input_layernorm(hidden_states)
