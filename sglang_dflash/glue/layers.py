@@ -42,6 +42,10 @@ def _why_not(layer: Any) -> str | None:
             return f"{path} is a {type(module).__name__}"
         if module.tp_size > 1:
             return "tensor parallelism"
+        if type(module.quant_method).__name__ != "UnquantizedLinearMethod":
+            return "quantised weights"
+        if getattr(module, "use_intel_amx_backend", False):
+            return "packed weights"
     return None
 
 
@@ -53,6 +57,9 @@ class FusedLayer:
         self._following = following
         self._ops = ops
         self._original = layer.forward
+        self._project_out = layer.self_attn.o_proj.forward
+        self._verifies = False
+        layer.self_attn.o_proj.forward = self._end_attention
         # what the layer before has normed already, and the result it was normed from
         self._ready: tuple[Tensor, Tensor] | None = None
         layer.forward = self.forward
@@ -71,13 +78,15 @@ class FusedLayer:
                 positions, hidden_states, per_layer_input, forward_batch, **unusual
             )
         layer, ops = self._layer, self._ops
+        self._verifies = True
         attended = layer.self_attn(
             positions=positions,
             hidden_states=self._normed(hidden_states),
             forward_batch=forward_batch,
         )
+        self._verifies = False
         residual, normed = ops.norm_add_norm(
-            attended[None],
+            attended if attended.dim() == 3 else attended[None],
             hidden_states,
             norm_weight=layer.post_attention_layernorm.weight,
             next_weight=layer.pre_feedforward_layernorm.weight,
@@ -86,7 +95,7 @@ class FusedLayer:
         )
         following = self._following
         result, normed = ops.norm_add_norm(
-            layer.mlp(normed)[None],
+            self._feed_forward(normed),
             residual,
             norm_weight=layer.post_feedforward_layernorm.weight,
             next_weight=None if following is None else following.first_norm,
@@ -96,6 +105,23 @@ class FusedLayer:
         if following is not None:
             following._ready = (result, normed)
         return result, None
+
+    def _end_attention(self, attended: Tensor) -> tuple[Tensor, None]:
+        """Stand in for o_proj: in a verify pass its product may come in parts, [S, n, H]."""
+        if self._verifies:
+            parts = self._ops.thin_linear(attended, self._layer.self_attn.o_proj.weight)
+            if parts is not None:
+                return parts, None
+        return self._project_out(attended)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        """Return the MLP's result in parts, [S, n, H]."""
+        mlp = self._layer.mlp
+        gated = self._ops.gated_linear(x, mlp.gate_up_proj.weight)
+        if gated is None:
+            gated = mlp.act_fn(mlp.gate_up_proj(x)[0])
+        parts = self._ops.thin_linear(gated, mlp.down_proj.weight)
+        return mlp.down_proj(gated)[0][None] if parts is None else parts
 
     @property
     def first_norm(self) -> Tensor:

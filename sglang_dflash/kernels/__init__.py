@@ -78,6 +78,11 @@ class NormAddNorm(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class ThinLinear(Protocol):
+    # None where the library's product is the better one
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor | None: ...
+
+
 @dataclass(frozen=True)
 class Ops:
     """One implementation of every op; `name` is what the log calls it."""
@@ -91,6 +96,8 @@ class Ops:
     write_context: WriteContext
     argmax_rows: ArgmaxRows
     norm_add_norm: NormAddNorm
+    thin_linear: ThinLinear
+    gated_linear: ThinLinear
 
 
 TORCH = Ops(
@@ -103,6 +110,8 @@ TORCH = Ops(
     write_context=reference.write_context,
     argmax_rows=reference.argmax_rows,
     norm_add_norm=reference.norm_add_norm,
+    thin_linear=reference.thin_linear,
+    gated_linear=reference.gated_linear,
 )
 
 
@@ -117,7 +126,7 @@ def choose(device_type: str) -> Ops:
 
 def triton_ops() -> Ops:
     """Return the Triton kernels, each in the place of its twin."""
-    from sglang_dflash.kernels import argmax, block, commit, context, residual_norm
+    from sglang_dflash.kernels import argmax, block, commit, context, residual_norm, thin_linear
 
     return Ops(
         name="triton",
@@ -129,4 +138,6 @@ def triton_ops() -> Ops:
         write_context=context.write_context,
         argmax_rows=argmax.argmax_rows,
         norm_add_norm=residual_norm.norm_add_norm,
+        thin_linear=thin_linear.thin_linear,
+        gated_linear=thin_linear.gated_linear,
     )
