@@ -1,8 +1,9 @@
 """A dense Gemma-4 layer's verify pass in fewer launches: what lies between its products, fused.
 
-The forward of each layer is replaced on the instance, for verify blocks only. Norms that stand
-around a residual become one launch (`kernels/residual_norm.py`), across the border of two layers,
-too. With few rows, products whose shape was measured to gain run as `kernels/thin_linear.py`.
+The forward of each layer is replaced on the instance, for verify blocks only. Norms and RoPE of q,
+k and v are one launch (`kernels/qkv_norm.py`), so are the norms around a residual
+(`kernels/residual_norm.py`), across the border of two layers, too. With few rows, products whose
+shape was measured to gain run as `kernels/thin_linear.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from sglang_dflash.kernels import Ops
 
-PRODUCTS = ("self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+PRODUCTS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 
 
 def install_fused_layers(model: Any, ops: Ops) -> str:
@@ -32,14 +33,18 @@ def install_fused_layers(model: Any, ops: Ops) -> str:
 
 def _why_not(layer: Any) -> str | None:
     """Return what of a layer the fused one does not know."""
+    attention = layer.self_attn
     if layer.has_ple:
         return "per-layer embeddings"
     if layer.enable_moe_block:
         return "experts"
+    if attention.is_kv_shared_layer:
+        return "shared KV"
+    norms = (attention.q_norm, attention.k_norm)
+    if any(norm.scale_shift for norm in norms) or attention.v_norm.with_scale:
+        return "other norms of q, k and v"
     for path in PRODUCTS:
         module = layer.get_submodule(path)
-        if type(module).__name__ not in ("RowParallelLinear", "MergedColumnParallelLinear"):
-            return f"{path} is a {type(module).__name__}"
         if module.tp_size > 1:
             return "tensor parallelism"
         if type(module.quant_method).__name__ != "UnquantizedLinearMethod":
@@ -57,9 +62,6 @@ class FusedLayer:
         self._following = following
         self._ops = ops
         self._original = layer.forward
-        self._project_out = layer.self_attn.o_proj.forward
-        self._verifies = False
-        layer.self_attn.o_proj.forward = self._end_attention
         # what the layer before has normed already, and the result it was normed from
         self._ready: tuple[Tensor, Tensor] | None = None
         layer.forward = self.forward
@@ -78,15 +80,8 @@ class FusedLayer:
                 positions, hidden_states, per_layer_input, forward_batch, **unusual
             )
         layer, ops = self._layer, self._ops
-        self._verifies = True
-        attended = layer.self_attn(
-            positions=positions,
-            hidden_states=self._normed(hidden_states),
-            forward_batch=forward_batch,
-        )
-        self._verifies = False
         residual, normed = ops.norm_add_norm(
-            attended if attended.dim() == 3 else attended[None],
+            self._attend(self._normed(hidden_states), positions, forward_batch),
             hidden_states,
             norm_weight=layer.post_attention_layernorm.weight,
             next_weight=layer.pre_feedforward_layernorm.weight,
@@ -106,23 +101,6 @@ class FusedLayer:
             following._ready = (result, normed)
         return result, None
 
-    def _end_attention(self, attended: Tensor) -> tuple[Tensor, None]:
-        """Stand in for o_proj: in a verify pass its product may come in parts, [S, n, H]."""
-        if self._verifies:
-            parts = self._ops.thin_linear(attended, self._layer.self_attn.o_proj.weight)
-            if parts is not None:
-                return parts, None
-        return self._project_out(attended)
-
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        """Return the MLP's result in parts, [S, n, H]."""
-        mlp = self._layer.mlp
-        gated = self._ops.gated_linear(x, mlp.gate_up_proj.weight)
-        if gated is None:
-            gated = mlp.act_fn(mlp.gate_up_proj(x)[0])
-        parts = self._ops.thin_linear(gated, mlp.down_proj.weight)
-        return mlp.down_proj(gated)[0][None] if parts is None else parts
-
     @property
     def first_norm(self) -> Tensor:
         return self._layer.input_layernorm.weight
@@ -132,3 +110,34 @@ class FusedLayer:
         if ready is not None and ready[0] is hidden_states:
             return ready[1]
         return self._layer.input_layernorm(hidden_states)
+
+    def _attend(self, x: Tensor, positions: Tensor, forward_batch: Any) -> Tensor:
+        """Return attention's result in parts, [S, n, H]."""
+        own = self._layer.self_attn
+        qkv, _ = own.qkv_proj(x)
+        self._ops.norm_and_turn(
+            qkv,
+            positions,
+            q_weight=own.q_norm.weight,
+            k_weight=own.k_norm.weight,
+            cos_sin=own.rotary_emb.cos_sin_cache,
+            q_heads=own.num_heads,
+            kv_heads=own.num_kv_heads,
+            eps=own.q_norm.eps,
+        )
+        heads = qkv.unflatten(-1, (-1, own.head_dim))
+        sizes = (own.num_heads, own.num_kv_heads, own.num_kv_heads)
+        attended = own.attn(*heads.split(sizes, dim=1), forward_batch=forward_batch)
+        return self._multiply(attended.flatten(1), own.o_proj)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        """Return the MLP's result in parts, [S, n, H]."""
+        mlp = self._layer.mlp
+        gated = self._ops.gated_linear(x, mlp.gate_up_proj.weight)
+        if gated is None:
+            gated = mlp.act_fn(mlp.gate_up_proj(x)[0])
+        return self._multiply(gated, mlp.down_proj)
+
+    def _multiply(self, x: Tensor, linear: Any) -> Tensor:
+        parts = self._ops.thin_linear(x, linear.weight)
+        return linear(x)[0][None] if parts is None else parts

@@ -78,6 +78,21 @@ class NormAddNorm(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class NormAndTurn(Protocol):
+    def __call__(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        *,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos_sin: Tensor,
+        q_heads: int,
+        kv_heads: int,
+        eps: float,
+    ) -> None: ...
+
+
 class ThinLinear(Protocol):
     # None where the library's product is the better one
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor | None: ...
@@ -95,6 +110,7 @@ class Ops:
     context_hidden: ContextHidden
     write_context: WriteContext
     argmax_rows: ArgmaxRows
+    norm_and_turn: NormAndTurn
     norm_add_norm: NormAddNorm
     thin_linear: ThinLinear
     gated_linear: ThinLinear
@@ -109,6 +125,7 @@ TORCH = Ops(
     context_hidden=reference.context_hidden,
     write_context=reference.write_context,
     argmax_rows=reference.argmax_rows,
+    norm_and_turn=reference.norm_and_turn,
     norm_add_norm=reference.norm_add_norm,
     thin_linear=reference.thin_linear,
     gated_linear=reference.gated_linear,
@@ -126,7 +143,15 @@ def choose(device_type: str) -> Ops:
 
 def triton_ops() -> Ops:
     """Return the Triton kernels, each in the place of its twin."""
-    from sglang_dflash.kernels import argmax, block, commit, context, residual_norm, thin_linear
+    from sglang_dflash.kernels import (
+        argmax,
+        block,
+        commit,
+        context,
+        qkv_norm,
+        residual_norm,
+        thin_linear,
+    )
 
     return Ops(
         name="triton",
@@ -137,6 +162,7 @@ def triton_ops() -> Ops:
         context_hidden=context.context_hidden,
         write_context=context.write_context,
         argmax_rows=argmax.argmax_rows,
+        norm_and_turn=qkv_norm.norm_and_turn,
         norm_add_norm=residual_norm.norm_add_norm,
         thin_linear=thin_linear.thin_linear,
         gated_linear=thin_linear.gated_linear,

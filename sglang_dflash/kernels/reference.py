@@ -225,6 +225,26 @@ def gated_linear(
     return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(x.dtype)
 
 
+def norm_and_turn(
+    qkv: Tensor,  # [n, (q_heads + 2 * kv_heads) * d], overwritten
+    positions: Tensor,  # [n] int64
+    *,
+    q_weight: Tensor,  # [d]
+    k_weight: Tensor,  # [d]
+    cos_sin: Tensor,  # [positions, d], cosines then sines
+    q_heads: int,
+    kv_heads: int,
+    eps: float,
+) -> None:
+    """Norm every head of q and k with its weight and of v without one; turn q and k."""
+    heads = qkv.unflatten(-1, (q_heads + 2 * kv_heads, -1))
+    cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
+    q, k, v = heads.split([q_heads, kv_heads, kv_heads], dim=1)
+    q.copy_(rotate(rms_norm(q, q_weight, eps), cos, sin))
+    k.copy_(rotate(rms_norm(k, k_weight, eps), cos, sin))
+    v.copy_(rms_norm(v, torch.ones_like(k_weight), eps))
+
+
 def norm_add_norm(
     parts: Tensor,  # [S, n, H]
     residual: Tensor,  # [n, H]

@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sglang_dflash.kernels.overlap import overlapped
+
 
 # fmt: off
 @triton.jit
@@ -67,7 +69,6 @@ def norm_add_norm(
     assert parts.is_contiguous() and residual.is_contiguous(), (parts.stride(), residual.stride())
     out = torch.empty_like(residual)
     normed = torch.empty_like(residual) if next_weight is not None else out
-    overlapped = parts.is_cuda
     _norm_add_norm[(rows,)](
         *(parts, residual, norm_weight, next_weight, scale, out, normed, rows, eps),
         WIDTH=width,
@@ -75,8 +76,7 @@ def norm_add_norm(
         BLOCK=triton.next_power_of_2(width),
         SCALED=scale is not None,
         NORMED=next_weight is not None,
-        OVERLAPPED=overlapped,
         num_warps=8 if width > 1024 else 4,
-        **({"launch_pdl": True} if overlapped else {}),
+        **overlapped(parts.device.type),
     )
     return out, normed

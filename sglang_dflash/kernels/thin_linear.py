@@ -22,6 +22,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sglang_dflash.kernels.overlap import overlapped
+
 MAX_ROWS = 64
 PREFETCH_LINE = 64  # elements of two bytes in a line of the cache
 
@@ -129,7 +131,6 @@ def gated_linear(x: Tensor, weight: Tensor, *, tile: Tile | None = None) -> Tens
 def _launch(x: Tensor, weight: Tensor, out: Tensor, width: int, tile: Tile, *, gated: bool) -> None:
     rows, depth = x.shape
     assert rows <= MAX_ROWS and depth % tile.block_k == 0, (x.shape, tile)
-    overlapped = x.is_cuda
     _product[(triton.cdiv(width, tile.block_n), tile.splits)](
         *(x, weight, out, rows, x.stride(0), weight.stride(0)),
         N=width,
@@ -141,8 +142,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, width: int, tile: Tile, *, g
         SPLITS=tile.splits,
         PREFETCH=tile.prefetch,
         LINE=PREFETCH_LINE,
-        OVERLAPPED=overlapped,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **({"launch_pdl": True} if overlapped else {}),
+        **overlapped(x.device.type),
     )

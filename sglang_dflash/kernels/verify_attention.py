@@ -31,6 +31,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sglang_dflash.kernels.overlap import overlapped
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -139,7 +142,7 @@ def _attend_runs(
     D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, LOGIT_CAP: tl.constexpr,
     TILES_M: tl.constexpr, DV_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_REQUESTS: tl.constexpr,
+    BLOCK_REQUESTS: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):
     # fmt: on
     # neighbours share: first the parts and tiles of the same keys, then the heads of the same slots
@@ -151,9 +154,6 @@ def _attend_runs(
     )
     if request >= num_requests:
         return
-    if (tl.program_id(0) == 0) & (index == 0):
-        tl.store(plan + request * 2, scratch)
-        tl.store(plan + request * 2 + 1, count)
 
     prefix_end = tl.load(kv_indptr + request + 1)
     prefix = prefix_end - tl.load(kv_indptr + request)
@@ -170,8 +170,6 @@ def _attend_runs(
     first_row = request.to(tl.int64) * ROWS
     query_head = head * GROUP + packed % GROUP
     query_at = (first_row + row) * query_stride + query_head * D
-    q = tl.load(query + query_at[:, None] + d, mask=packed_live & (d < D), other=0.0)
-
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -182,6 +180,14 @@ def _attend_runs(
     # slots are one step ahead of keys and values, whose loads then need not wait for them
     n = begin + tl.arange(0, BLOCK_N)
     slots = tl.load(slots_at + n, mask=n < end, other=0).to(tl.int64)
+    if OVERLAPPED:
+        # up to here nothing came from the kernels of this layer
+        gdc_wait()
+        gdc_launch_dependents()
+    if (tl.program_id(0) == 0) & (index == 0):
+        tl.store(plan + request * 2, scratch)
+        tl.store(plan + request * 2 + 1, count)
+    q = tl.load(query + query_at[:, None] + d, mask=packed_live & (d < D), other=0.0)
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         live = (n < end)[:, None]
@@ -227,9 +233,12 @@ def _attend_runs(
 def _merge_runs(
     partial_out, partial_lse, plan, out, out_stride, rows_per_program,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_RUNS: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_RUNS: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):
     # fmt: on
+    if OVERLAPPED:
+        gdc_launch_dependents()
+        gdc_wait()
     request = tl.program_id(1).to(tl.int64)
     scratch = tl.load(plan + request * 2)
     count = tl.load(plan + request * 2 + 1)
@@ -373,6 +382,7 @@ class VerifyAttention:
             BLOCK_REQUESTS=_padded(n),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            **overlapped(out.device.type),
         )
         # a goal of one run cuts no request
         if goal > 1:
@@ -387,6 +397,7 @@ class VerifyAttention:
             **layout,
             BLOCK_DV=_padded(shape.v_head_dim),
             BLOCK_RUNS=16,
+            **overlapped(out.device.type),
         )
 
 

@@ -9,6 +9,7 @@ from interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kerne
 from sglang_dflash.kernels import reference
 
 if INTERPRETED or torch.cuda.is_available():
+    from sglang_dflash.kernels.qkv_norm import norm_and_turn
     from sglang_dflash.kernels.residual_norm import norm_add_norm
     from sglang_dflash.kernels.thin_linear import Tile, gated_linear, thin_linear
 
@@ -45,6 +46,31 @@ def test_gated_product(rows: int, dtype: torch.dtype) -> None:
     expected = reference.gated_linear(x.double().float(), weight.float())
     tolerance = 1e-4 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@runs_kernel
+@pytest.mark.parametrize("dtype", TYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(4, 2, 64), (8, 1, 512), (3, 3, 40)])
+def test_norm_and_turn(q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(dim)
+    angles = torch.arange(50)[:, None] * 1000.0 ** (-torch.arange(dim // 2) / dim)
+    arguments = {
+        "q_weight": draw(dim, dtype=dtype),
+        "k_weight": draw(dim, dtype=dtype),
+        "cos_sin": torch.cat([angles.cos(), angles.sin()], dim=-1).to(DEVICE),
+        "q_heads": q_heads,
+        "kv_heads": kv_heads,
+        "eps": 1e-6,
+    }
+    positions = torch.randint(0, 50, (5,), device=DEVICE)
+    # a slice of a wider buffer, whose other columns must stay
+    wide = draw(5, (q_heads + 2 * kv_heads) * dim + 7, dtype=dtype)
+    found, expected = wide.clone(), wide.clone()
+    norm_and_turn(found[:, :-7], positions, **arguments)
+    reference.norm_and_turn(expected[:, :-7], positions, **arguments)
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    assert (found[:, -7:] == wide[:, -7:]).all()
 
 
 @runs_kernel
