@@ -2,7 +2,8 @@
 stream, on one GPU, in one run.
 
     python benchmarks/overlap.py --model-path M --draft-model-path D --load-format dummy \\
-        --simulate-accept-length 8 --requests 1 8 32 --out benchmarks/results/overlap
+        --simulate-accept-length 8 --requests 1 8 32 --sampling greedy sampled \\
+        --out benchmarks/results/overlap
 
 Takes the arguments of benchmarks/serving.py. Writes OUT.json and OUT.md.
 """
@@ -31,42 +32,44 @@ def run_setting(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     try:
         server.wait()
-        run_batch(draw_prompts(1, 32, "warm-up"), 32, "greedy")
+        context = options.contexts[0]
+        for sampling in options.sampling:
+            run_batch(draw_prompts(1, 32, "warm-up"), 32, sampling)
         for num_requests in options.requests:
-            point = measure(num_requests, options.contexts[0], "greedy", options)
-            split = profile(num_requests, options.contexts[0])
-            rows.append(
-                {
-                    "overlap": name,
-                    "requests": num_requests,
-                    "tokens_per_s": point["tokens_per_s"],
-                    "step_ms": point["step_ms"],
-                    "idle_share": split["idle_share"],
-                }
-            )
-            print(rows[-1], flush=True)
+            row: dict[str, Any] = {"overlap": name, "requests": num_requests}
+            for sampling in options.sampling:
+                point = measure(num_requests, context, sampling, options)
+                row[sampling] = {k: point[k] for k in ("tokens_per_s", "step_ms")}
+            row["idle_share"] = profile(num_requests, context, None)["idle_share"]
+            rows.append(row)
+            print(row, flush=True)
     finally:
         server.stop()
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| overlap | requests | tokens/s | step, ms | GPU idle |", "|---|---|---|---|---|"]
+def table(rows: list[dict[str, Any]], samplings: list[str]) -> str:
+    """Return the rows as Markdown; idle time is that of greedy steps."""
+    titles = "".join(f" {name}: tokens/s | step, ms |" for name in samplings)
+    lines = [
+        f"| overlap | requests |{titles} GPU idle |",
+        "|---|---|---|" + "---|---|" * len(samplings),
+    ]
     for row in rows:
-        lines.append(
-            f"| {row['overlap']} | {row['requests']} | {row['tokens_per_s']:.1f} | "
-            f"{row['step_ms']:.2f} | {row['idle_share']:.1%} |"
+        cells = "".join(
+            f" {row[name]['tokens_per_s']:.1f} | {row[name]['step_ms']:.2f} |" for name in samplings
         )
+        lines.append(f"| {row['overlap']} | {row['requests']} |{cells} {row['idle_share']:.1%} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     options = parse()
     rows = [row for name in SETTINGS for row in run_setting(name, options)]
-    print(table(rows))
+    shown = table(rows, options.sampling)
+    print(shown)
     if options.out:
-        found = {**systems.provenance(options.commit), "rows": rows}
-        systems.write(found, options.out, table(rows))
+        systems.write({**systems.provenance(options.commit), "rows": rows}, options.out, shown)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
 What is fused. One program reads a run of prefix keys and values once for all query heads of a KV
 head and all rows of the block (`group * B` packed rows, in tiles of `block_m`, the value dim in
-`dv_parts`), applies scale,
-logit cap, sliding window and softmax on the fly and, in a request's last run, attends causally over
-the block's own keys. A second kernel merges the runs of requests that were cut into several.
+`dv_parts`), applies scale, logit cap, window and softmax on the fly and, in a request's last run,
+attends causally over the block's own keys. A second kernel merges the runs of requests cut up.
 
 How work is cut. Lengths live on the device, so the grid may not depend on them. The prefixes of the
 batch are cut into runs of one length, at least `min_run` keys and long enough that about
@@ -53,7 +52,6 @@ class Tile:
     dv_parts: int = 1
 
 
-# fmt: off
 # by head dim, rounded up to a power of two; measured by benchmarks/kernels.py --sweep
 TILES = {
     64: Tile(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=2, min_run=128),
@@ -63,7 +61,6 @@ TILES = {
         block_m=128, block_n=32, num_warps=8, num_stages=2, ctas_per_sm=1, min_run=32, dv_parts=2
     ),
 }
-# fmt: on
 # for exactness, not speed: fp32 multiplies without tensor cores, and large tiles spill registers
 TILE_FP32 = Tile(block_m=16, block_n=32, num_warps=4, num_stages=1, ctas_per_sm=2, min_run=64)
 # programs of the merge at large batches: 16 per multiprocessor of an H200
@@ -206,9 +203,8 @@ def _attend_runs(
         values_from = block_values + token * block_value_stride + head * DV + dv
         k = tl.load(keys_from, mask=live & (d < D), other=0.0)
         v = tl.load(values_from, mask=live & (dv < DV), other=0.0)
-        # two conditions: the inner code must not be compiled without slots
+        # no program of this launch reads a block's slots; without slots nothing is compiled here
         if WRITES:  # noqa: SIM102
-            # no program of this launch reads a block's slots
             if tile == 0:
                 slot = tl.load(slots_out + first_row + column, mask=column < ROWS, other=0)[:, None]
                 tl.store(keys_at + slot * key_stride, k, mask=live & (d < D))

@@ -82,7 +82,9 @@ def test_family_is_exact(family: Family, kind: str) -> None:
 def test_layers_of_a_dense_gemma_are_fused(family: Family) -> None:
     """The exactness above is then that of the fused layers."""
     layers = family.dflash.state()["sglang_dflash"]["layers"]
-    assert layers == ("sglang_dflash.torch" if family.name == "gemma4" else "sglang")
+    ops = family.dflash.state()["sglang_dflash"]["ops"]
+    expected = {"gemma4": f"sglang_dflash.{ops}", "gemma4-moe": "sglang (experts)"}
+    assert layers == expected.get(family.name, "sglang")
 
 
 def test_drafter_reads_the_family_as_the_oracle_does(family: Family) -> None:
