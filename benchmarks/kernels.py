@@ -1,34 +1,36 @@
-"""Time the verify kernel at the shapes we serve, against SGLang's kernel and the card's bandwidth.
+"""Time our kernels at the shapes we serve, against SGLang's kernels and the card's bandwidth.
 
-    python benchmarks/kernels.py --output benchmarks/results/kernels
+    python benchmarks/kernels.py --out benchmarks/results/kernels
     python benchmarks/kernels.py --sweep
 
-A measurement is a CUDA graph of calls on rotating KV, together larger than the L2 cache, replayed
-often; the figure is the median replay over its calls. The floor is what must move (KV, queries,
-outputs) at the bandwidth of a device copy measured first, or, where it is longer, the arithmetic at
-the rate of a large bf16 product.
+The other ops of a step are in step_ops.py. For verify attention a measurement is a CUDA graph of
+calls on rotating KV, together larger than the L2 cache, replayed often; the figure is the median
+replay over its calls. The floor is what must move (KV, queries, outputs) at the bandwidth of a
+device copy measured first, or, where it is longer, the arithmetic at the rate of a large bf16
+product.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import multiprocessing
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from typing import Any
 
+import step_ops
+import systems
 import torch
 import triton
+from card import Card, measure_card, replay_us
 from torch import Tensor
 
-from sglang_dflash.kernels import reference
+from sglang_dflash.kernels import reference, triton_ops
 from sglang_dflash.kernels.verify_attention import TILES, LayerShape, Tile, VerifyAttention
 
 DTYPE = torch.bfloat16
@@ -54,14 +56,6 @@ LAYERS = (
 
 # the first layer of each head dim
 SWEPT = (LAYERS[0], LAYERS[1], LAYERS[4], Layer("head dim 64", LayerShape(32, 8, 64, 64)))
-
-
-@dataclass(frozen=True)
-class Card:
-    name: str
-    bandwidth: float  # bytes a second, read and written
-    flops: float  # of dense bf16
-    l2_bytes: int
 
 
 @dataclass(frozen=True)
@@ -189,35 +183,6 @@ class Problem:
             window_left=self.layer.window,
         )
         return ((got - expected).norm() / expected.norm()).item()
-
-
-def replay_us(work: Callable[[], object], repeats: int) -> float:
-    for _ in range(3):
-        work()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
-
-
-def measure_card() -> Card:
-    properties = torch.cuda.get_device_properties(0)
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    copy_us = replay_us(lambda: target.copy_(source), 20)
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=DTYPE) for _ in range(2))
-    product_us = replay_us(lambda: a @ b, 10)
-    return Card(
-        name=properties.name,
-        bandwidth=2 * source.nbytes / copy_us * 1e6,
-        flops=2 * 8192**3 / product_us * 1e6,
-        l2_bytes=properties.L2_cache_size,
-    )
 
 
 def problems(
@@ -360,26 +325,16 @@ def sweep(options: argparse.Namespace, card: Card) -> dict[int, list[tuple[float
         recut = [replace(tile, ctas_per_sm=ctas, min_run=run) for tile, ctas, run in cuts]
         found[dim] = rank(recut, cases, options.replays)
         del cases
-    print("TILES = {")
-    for dim, ranking in sorted(found.items()):
-        print(f"    {dim}: {ranking[0][1]},  # {ranking[0][0]:.2f} times the floor")
-    print("}")
+    print(tile_table(found))
     return found
 
 
-def provenance(card: Card) -> dict[str, object]:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(command, capture_output=True, text=True)
-    sglang = sys.modules.get("sglang")
-    return {
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
-        "commit": commit.stdout.strip() or None,
-        "gpu": asdict(card),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "sglang": getattr(sglang, "__version__", None),
-        "cuda": torch.version.cuda,
-    }
+def tile_table(found: dict[int, list[tuple[float, Tile]]]) -> str:
+    lines = [
+        f"    {dim}: {ranking[0][1]},  # {ranking[0][0]:.2f} times the floor"
+        for dim, ranking in sorted(found.items())
+    ]
+    return "\n".join(["TILES = {", *lines, "}"])
 
 
 def parse_options() -> argparse.Namespace:
@@ -395,8 +350,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--sweep", action="store_true", help="rank tiles and print the best table")
     parser.add_argument("--processes", type=int, default=8, help="that compile for --sweep")
-    parser.add_argument("--commit", help="to record where the tree is a copy without its history")
-    parser.add_argument("--output", type=Path, help="writes OUTPUT.json and, unless --sweep, .md")
+    systems.add_result_options(parser, picture=False, servers=False)
     return parser.parse_args()
 
 
@@ -406,27 +360,33 @@ def main() -> None:
         raise SystemExit("benchmarks/kernels.py measures on an NVIDIA GPU, and torch sees none.")
     card = measure_card()
     print(f"{card.name}: {card.bandwidth / 1e12:.2f} TB/s, {card.flops / 1e12:.0f} TFLOP/s bf16")
-    result: dict[str, object] = {}
+    result: dict[str, Any] = systems.provenance(options.commit) | {"card": asdict(card)}
     if options.sweep:
         ranked = sweep(options, card)
         result["sweep"] = {
             dim: [{"over_floor": score, **asdict(tile)} for score, tile in ranking]
             for dim, ranking in ranked.items()
         }
+        text = tile_table(ranked)
     else:
         print(HEADER)
         rows = measure(options, card)
-        result["rows"] = [asdict(row) for row in rows]
-    if options.output:
-        result = provenance(card) | result
-        if options.commit:
-            result["commit"] = options.commit
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
-        if not options.sweep:
-            table = "\n".join([HEADER, *map(markdown_line, rows)])
-            about = f"`{result['command']}`, {card.name}, commit {result['commit']}, bf16"
-            options.output.with_suffix(".md").write_text(f"{about}\n\n{table}\n")
+        print(step_ops.HEADER)
+        op_rows = []
+        for op_row in step_ops.measure_ops(options.requests, triton_ops(), card, options.replays):
+            print(step_ops.markdown_line(op_row), flush=True)
+            op_rows.append(op_row)
+        result |= {"rows": [asdict(r) for r in rows], "ops": [asdict(r) for r in op_rows]}
+        text = "\n".join(
+            [
+                "Verify attention:\n",
+                *(HEADER, *map(markdown_line, rows)),
+                "\nThe other ops of a step of Gemma-4-31B:\n",
+                *(step_ops.HEADER, *map(step_ops.markdown_line, op_rows)),
+            ]
+        )
+    if options.out:
+        systems.write(result, options.out, text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the acceptance bookkeeping costs a decode step.
 
-    python benchmarks/meter.py [--step-ms 20.1]
+    python benchmarks/meter.py [--step-ms 20.1 24 57 --out benchmarks/results/meter]
 
 Runs the bookkeeping of a step by itself, as the worker does: four marks on the stream (CUDA events
 on a GPU), one record per request, counters published once a second. Reports host time per step,
@@ -14,7 +14,9 @@ import argparse
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
+import systems
 import torch
 
 from sglang_dflash.glue.metrics import STAGES, Bookkeeping, Export
@@ -70,17 +72,36 @@ def main() -> None:
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--step-ms", nargs="+", type=float, help="of each number of requests")
+    systems.add_result_options(parser, picture=False, servers=False)
     options = parser.parse_args()
     if options.step_ms and len(options.step_ms) != len(options.requests):
         parser.error(f"--step-ms has {len(options.step_ms)} values, --requests {options.requests}")
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     export = Export(LABELS, BLOCK_SIZE)
+    marks_us = 1e6 * stream_seconds_per_step(300) if device_type == "cuda" else None
+    rows = []
     for i, num_requests in enumerate(options.requests):
-        micros = 1e6 * host_seconds_per_step(num_requests, options.steps, device_type, export)
-        share = f", {micros / 10 / options.step_ms[i]:.2f} % of a step" if options.step_ms else ""
-        print(f"{num_requests} requests: {micros:.1f} us of the host per step{share}")
-    if device_type == "cuda":
-        print(f"stream: {1e6 * stream_seconds_per_step(300):.2f} us per step for the marks")
+        host_us = 1e6 * host_seconds_per_step(num_requests, options.steps, device_type, export)
+        row = {"requests": num_requests, "host_us": host_us, "stream_us": marks_us}
+        rows.append(row | ({"step_ms": options.step_ms[i]} if options.step_ms else {}))
+    shown = table(rows)
+    print(shown)
+    if options.out:
+        systems.write({**systems.provenance(options.commit), "rows": rows}, options.out, shown)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as Markdown, with the share of a step where its length was given."""
+    lines = ["| requests | host | share of a step | stream | share of a step |"]
+    lines.append("|---|---|---|---|---|")
+    for row in rows:
+        cells = []
+        for micros in (row["host_us"], row["stream_us"]):
+            known = micros is not None and "step_ms" in row
+            cells.append("" if micros is None else f"{micros:.1f} us")
+            cells.append(f"{micros / 10 / row['step_ms']:.3f} %" if known else "")
+        lines.append(f"| {row['requests']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

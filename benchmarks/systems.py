@@ -146,12 +146,15 @@ def decode_rate(
     return num_requests * (long - short) / (seconds[long] - seconds[short]), answers
 
 
-def add_result_options(parser: argparse.ArgumentParser, *, picture: bool) -> None:
+def add_result_options(
+    parser: argparse.ArgumentParser, *, picture: bool, servers: bool = True
+) -> None:
     """Add where results and logs go, and what is recorded with them."""
     parser.add_argument("--commit", help="to record where the tree is a copy without its history")
     files = "OUT.json, OUT.md and OUT.png" if picture else "OUT.json and OUT.md"
     parser.add_argument("--out", type=Path, help=f"writes {files}")
-    parser.add_argument("--logs", type=Path, help="folder for the end of each server's log")
+    if servers:
+        parser.add_argument("--logs", type=Path, help="folder for each server's log and traces")
     if picture:
         parser.add_argument("--picture", type=Path, help="only draw the picture of a result file")
 

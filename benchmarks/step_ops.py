@@ -1,0 +1,405 @@
+"""The ops of a step beside verify attention: ours, their twins, and what SGLang runs for them.
+
+Each case is timed as a CUDA graph of calls. Weights are rotated, so that none is found in the L2
+cache; what a step has just written is small and stays there, as it does when serving.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from card import Card, replay_us
+from torch import Tensor
+from torch.nn import functional as F
+
+from sglang_dflash.kernels import TORCH, Ops
+from sglang_dflash.kernels.prefix_index import index_prefixes
+
+CALLS = 24
+Call = Callable[[int], object]  # takes which weight's turn it is
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Gemma-4-31B and its drafter."""
+
+    hidden: int = 5376
+    mlp: int = 21504
+    q_heads: int = 32
+    kv_heads: int = 16
+    head_dim: int = 256
+    vocabulary: int = 262_144
+    logit_cap: float = 30.0
+    features: int = 6
+    draft_kv_heads: int = 8
+    draft_head_dim: int = 128
+    context: int = 512
+    block_size: int = 16
+    weight_copies: int = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str
+    moved: int  # bytes read and written at least
+    ours: Call
+    twin: Call | None  # None for twins that read lengths on the host: no graph holds them
+    sglang: Call | None
+
+
+@dataclass(frozen=True)
+class OpRow:
+    op: str
+    requests: int
+    ours_us: float
+    twin_us: float | None
+    sglang_us: float | None
+    tb_per_s: float
+    floor_us: float
+
+
+def time_us(call: Call, replays: int) -> float:
+    """Return the median time of one call in a graph of many."""
+    call(0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for turn in range(CALLS):
+            call(turn)
+    return replay_us(graph.replay, replays) / CALLS
+
+
+def measure_ops(requests: list[int], ops: Ops, card: Card, replays: int) -> Iterator[OpRow]:
+    for count in requests:
+        for case in cases(count, ops, Sizes(), torch.bfloat16, "cuda"):
+            ours = time_us(case.ours, replays)
+            yield OpRow(
+                op=case.op,
+                requests=count,
+                ours_us=ours,
+                twin_us=case.twin and time_us(case.twin, replays),
+                sglang_us=case.sglang and time_of_theirs(case, replays),
+                tb_per_s=case.moved / ours / 1e6,
+                floor_us=case.moved / card.bandwidth * 1e6,
+            )
+
+
+def time_of_theirs(case: Case, replays: int) -> float | None:
+    """SGLang's functions are not an interface: another version may have changed one."""
+    assert case.sglang
+    try:
+        return time_us(case.sglang, replays)
+    except (TypeError, ValueError, RuntimeError) as fault:
+        print(f"{case.op}: SGLang's column stays empty: {fault}", file=sys.stderr)
+        return None
+
+
+HEADER = (
+    "| op | requests | ours, us | twin, us | SGLang, us | floor, us | ours TB/s |\n"
+    "|---|---|---|---|---|---|---|"
+)
+
+
+def markdown_line(row: OpRow) -> str:
+    twin, theirs = ("" if x is None else f"{x:.1f}" for x in (row.twin_us, row.sglang_us))
+    return (
+        f"| {row.op} | {row.requests} | {row.ours_us:.1f} | {twin} | {theirs} "
+        f"| {row.floor_us:.1f} | {row.tb_per_s:.2f} |"
+    )
+
+
+def cases(requests: int, ops: Ops, sizes: Sizes, dtype: torch.dtype, device: str) -> Iterator[Case]:
+    """Yield the ops at a batch of blocks; the tensors of one are gone when the next is made."""
+    maker = Maker(requests, sizes, dtype, device)
+    theirs = SGLang.find()
+    yield maker.build_block(ops, theirs)
+    yield maker.index_prefixes(theirs)
+    yield from maker.layer_norms(ops, theirs)
+    yield maker.norm_and_turn(ops, theirs)
+    yield from maker.products(ops, theirs)
+    yield maker.argmax_rows(ops)
+    yield maker.accept(ops, theirs)
+    yield maker.context_hidden(ops, theirs)
+    yield maker.write_context(ops, theirs)
+
+
+class SGLang:
+    """What SGLang runs for the same work."""
+
+    def __init__(self) -> None:
+        from sglang.kernels.ops.attention.rope import apply_rope_with_cos_sin_cache_inplace
+        from sglang.kernels.ops.kvcache.kv_indices import create_flashinfer_kv_indices_triton
+        from sglang.kernels.ops.kvcache.kvcache import store_cache
+        from sglang.kernels.ops.layernorm import fused_add_rmsnorm, rmsnorm
+        from sglang.kernels.ops.layernorm.gemma4_fused_ops import (
+            gemma_qkv_rmsnorm,
+            gemma_rmsnorm_residual_scalar,
+        )
+        from sglang.kernels.ops.speculative import dflash
+        from sglang.kernels.ops.speculative.fused_kv_materialize import _fused_norm_rope_stacked
+        from sglang.srt.layers.activation import gelu_tanh_and_mul
+
+        self.rope = apply_rope_with_cos_sin_cache_inplace
+        self.kv_indices = create_flashinfer_kv_indices_triton
+        self.store_cache = store_cache
+        self.fused_add_rmsnorm, self.rmsnorm = fused_add_rmsnorm, rmsnorm
+        self.qkv_rmsnorm = gemma_qkv_rmsnorm
+        self.rmsnorm_residual = gemma_rmsnorm_residual_scalar
+        self.dflash = dflash
+        self.norm_and_rope = _fused_norm_rope_stacked
+        self.gelu = gelu_tanh_and_mul
+
+    @classmethod
+    def find(cls) -> SGLang | None:
+        if not torch.cuda.is_available():
+            return None
+        try:
+            return cls()
+        except ImportError as missing:
+            print(f"SGLang's column stays empty: {missing}", file=sys.stderr)
+            return None
+
+
+class Maker:
+    def __init__(self, requests: int, sizes: Sizes, dtype: torch.dtype, device: str) -> None:
+        self.sizes, self.dtype, self.device = sizes, dtype, device
+        self.requests, self.rows = requests, requests * sizes.block_size
+        self.lens = self.whole(sizes.context, requests).clamp_(min=sizes.context // 2)
+        self.pool_rows = torch.arange(requests, device=device)
+        width = sizes.context + sizes.block_size
+        self.table = torch.arange(requests * width, device=device).int().view(requests, width)
+        self.positions = self.whole(sizes.context, self.rows)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+    def whole(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, shape, device=self.device)
+
+    def cos_sin(self, dim: int) -> Tensor:
+        return torch.rand(self.sizes.context, dim, device=self.device)
+
+    def block(self) -> dict[str, Tensor]:
+        shape = (self.requests, self.sizes.block_size)
+        return {name: self.whole(9, *shape) for name in ("token_ids", "positions", "slots")}
+
+    def build_block(self, ops: Ops, theirs: SGLang | None) -> Case:
+        anchors, out = self.whole(9, self.requests), self.block()
+        arguments = (anchors, self.lens, self.pool_rows, self.table)
+        options = {"mask_token_id": 4, "last_position": self.sizes.context, **out}
+        return Case(
+            "block building",
+            sum(x.nbytes for x in out.values()) + self.table.element_size() * self.rows,
+            lambda turn: ops.build_block(*arguments, **options),
+            lambda turn: TORCH.build_block(*arguments, **options),
+            theirs
+            and (
+                lambda turn: theirs.dflash._prepare_dflash_draft_block_unchecked(
+                    *arguments, *out.values(), 4
+                )
+            ),
+        )
+
+    def index_prefixes(self, theirs: SGLang | None) -> Case:
+        bounds = torch.zeros(self.requests + 1, dtype=torch.int32, device=self.device)
+        slots = self.whole(9, self.requests * self.sizes.context)
+
+        def sglang(turn: int) -> None:
+            assert theirs
+            bounds[1:] = torch.cumsum(self.lens, dim=0)
+            theirs.kv_indices[(self.requests,)](
+                self.table, self.pool_rows, self.lens, bounds, None, slots, self.table.stride(0)
+            )
+
+        moved = int(self.lens.sum()) * (self.table.element_size() + slots.element_size())
+        return Case(
+            "index of prefixes",
+            moved,
+            lambda turn: index_prefixes(self.table, self.pool_rows, self.lens, bounds, slots),
+            None,
+            theirs and sglang,
+        )
+
+    def layer_norms(self, ops: Ops, theirs: SGLang | None) -> Iterator[Case]:
+        """After attention the sum is normed for the MLP, after the MLP for the next layer."""
+        x, residual = (self.normal(self.rows, self.sizes.hidden) for _ in range(2))
+        weight, one = self.normal(self.sizes.hidden), self.normal(1)
+
+        def call(which: Ops, scale: Tensor | None) -> Call:
+            options = {"norm_weight": weight, "next_weight": weight, "scale": scale, "eps": 1e-6}
+            return lambda turn: which.norm_add_norm(x[None], residual, **options)
+
+        def attention(turn: int) -> None:
+            assert theirs
+            theirs.fused_add_rmsnorm(theirs.rmsnorm(x, weight), residual, weight)
+
+        def mlp(turn: int) -> None:
+            assert theirs
+            theirs.rmsnorm(theirs.rmsnorm_residual(x, weight, residual, one), weight)
+
+        moved = 4 * x.nbytes
+        for name, scale, other in (("attention", None, attention), ("the MLP", one, mlp)):
+            yield Case(
+                f"norms after {name}",
+                moved,
+                call(ops, scale),
+                call(TORCH, scale),
+                theirs and other,
+            )
+
+    def norm_and_turn(self, ops: Ops, theirs: SGLang | None) -> Case:
+        s = self.sizes
+        qkv = self.normal(self.rows, (s.q_heads + 2 * s.kv_heads) * s.head_dim)
+        weight, cos_sin = self.normal(s.head_dim), self.cos_sin(s.head_dim)
+        options = {"q_weight": weight, "k_weight": weight, "cos_sin": cos_sin, "eps": 1e-6}
+        heads = {"q_heads": s.q_heads, "kv_heads": s.kv_heads}
+
+        def sglang(turn: int) -> None:
+            assert theirs
+            sizes = [s.q_heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * s.head_dim]
+            q, k, v = qkv.split(sizes, dim=-1)
+            theirs.qkv_rmsnorm(
+                *(q, k, v, weight, weight),
+                num_q_heads=s.q_heads,
+                num_kv_heads=s.kv_heads,
+                head_dim=s.head_dim,
+            )
+            # as in SGLang's layer, whose strided keys become dense here
+            k = k.reshape(self.rows, s.kv_heads, s.head_dim)
+            theirs.rope(
+                positions=self.positions,
+                q=q.unflatten(-1, (s.q_heads, s.head_dim)),
+                k=k,
+                cos_sin_cache=cos_sin,
+                is_neox=True,
+            )
+
+        return Case(
+            "norms and RoPE of q, k, v",
+            2 * qkv.nbytes,
+            lambda turn: ops.norm_and_turn(qkv, self.positions, **options, **heads),
+            lambda turn: TORCH.norm_and_turn(qkv, self.positions, **options, **heads),
+            theirs and sglang,
+        )
+
+    def products(self, ops: Ops, theirs: SGLang | None) -> Iterator[Case]:
+        """Yield those that a kernel of ours serves at this size, with what must follow them."""
+        s = self.sizes
+        attended = s.q_heads * s.head_dim
+        for name, width, depth in (("o", s.hidden, attended), ("down", s.hidden, s.mlp)):
+            weights = [self.normal(width, depth) for _ in range(s.weight_copies)]
+            x = self.normal(self.rows, depth)
+            if ops.thin_linear(x, weights[0]) is not None:
+                yield Case(
+                    f"product, {name}",
+                    weights[0].nbytes,
+                    lambda turn, x=x, w=weights: ops.thin_linear(x, w[turn % len(w)]),
+                    lambda turn, x=x, w=weights: TORCH.thin_linear(x, w[turn % len(w)]),
+                    theirs and (lambda turn, x=x, w=weights: F.linear(x, w[turn % len(w)])),
+                )
+        weights = [self.normal(2 * s.mlp, s.hidden) for _ in range(s.weight_copies)]
+        x = self.normal(self.rows, s.hidden)
+        if ops.gated_linear(x, weights[0]) is not None:
+            yield Case(
+                "product, gate and up, and gelu",
+                weights[0].nbytes,
+                lambda turn: ops.gated_linear(x, weights[turn % len(weights)]),
+                lambda turn: TORCH.gated_linear(x, weights[turn % len(weights)]),
+                theirs and (lambda turn: theirs.gelu(F.linear(x, weights[turn % len(weights)]))),
+            )
+
+    def argmax_rows(self, ops: Ops) -> Case:
+        """SGLang widens to fp32, caps and takes torch's argmax: what the twin does."""
+        logits = self.normal(self.rows, self.sizes.vocabulary)
+        cap = self.sizes.logit_cap
+        return Case(
+            "argmax of capped logits",
+            logits.nbytes,
+            lambda turn: ops.argmax_rows(logits, cap),
+            lambda turn: TORCH.argmax_rows(logits, cap),
+            None,
+        )
+
+    def accept(self, ops: Ops, theirs: SGLang | None) -> Case:
+        token_ids = self.whole(2, self.requests, self.sizes.block_size)
+        choices, slots = torch.zeros_like(token_ids), torch.zeros_like(token_ids)
+
+        def call(which: Ops) -> Call:
+            def run(turn: int) -> None:
+                num_correct, bonus = which.accept_walk(token_ids, choices)
+                lens, _, _ = which.commit_tokens(token_ids, num_correct, bonus, self.lens)
+                which.committed_slots(slots, lens)
+
+            return run
+
+        def sglang(turn: int) -> None:
+            assert theirs
+            small = [torch.empty_like(self.lens, dtype=torch.int32) for _ in range(2)]
+            theirs.dflash._compute_dflash_accept_bonus_triton_unchecked(
+                *(token_ids, choices, *small, torch.empty_like(self.lens)),
+                *(torch.empty_like(token_ids), self.lens, torch.empty_like(self.lens)),
+            )
+
+        return Case(
+            "acceptance and commit",
+            5 * token_ids.nbytes,
+            call(ops),
+            call(TORCH),
+            theirs and sglang,
+        )
+
+    def context_hidden(self, ops: Ops, theirs: SGLang | None) -> Case:
+        s = self.sizes
+        features = self.normal(self.rows, s.features * s.hidden)
+        weights = [self.normal(s.hidden, s.features * s.hidden) for _ in range(s.weight_copies)]
+        norm = self.normal(s.hidden)
+
+        def call(which: Ops) -> Call:
+            return lambda turn: which.context_hidden(
+                features, fc_weight=weights[turn % len(weights)], norm_weight=norm, eps=1e-6
+            )
+
+        return Case(
+            "features: projection and norm",
+            weights[0].nbytes + features.nbytes,
+            call(ops),
+            call(TORCH),
+            theirs
+            and (
+                lambda turn: theirs.rmsnorm(F.linear(features, weights[turn % len(weights)]), norm)
+            ),
+        )
+
+    def write_context(self, ops: Ops, theirs: SGLang | None) -> Case:
+        s = self.sizes
+        shape = (s.draft_kv_heads, s.draft_head_dim)
+        projected = self.normal(self.rows, 2 * shape[0] * shape[1])
+        caches = [self.normal(2 * self.rows, *shape) for _ in range(2)]
+        slots = torch.randperm(2 * self.rows, device=self.device)[: self.rows]
+        norm, cos_sin = self.normal(shape[1]), self.cos_sin(shape[1])
+        eps = torch.full((1,), 1e-6, device=self.device)
+
+        def call(which: Ops) -> Call:
+            options = {"k_norm_weight": norm, "cos_sin": cos_sin, "eps": 1e-6}
+            return lambda turn: which.write_context(
+                projected, self.positions, slots, *caches, **options
+            )
+
+        def sglang(turn: int) -> None:
+            assert theirs
+            keys, values = theirs.norm_and_rope(
+                *(projected[:, None], norm[None], eps, cos_sin, self.positions),
+                *(*shape, shape[1]),
+            )
+            flat = [x.flatten(1) for x in (keys[0], values[0], *caches)]
+            theirs.store_cache(*flat, slots)
+
+        return Case(
+            "features: norm, RoPE, write of one layer",
+            2 * projected.nbytes,
+            call(ops),
+            call(TORCH),
+            theirs and sglang,
+        )

@@ -1,0 +1,50 @@
+"""The cases that benchmarks/kernels.py times: ours gives what the twin gives, at small sizes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+if INTERPRETED or torch.cuda.is_available():
+    import step_ops
+
+    from sglang_dflash.kernels import triton_ops
+
+
+@runs_kernel
+def test_every_case_runs_with_our_ops_and_with_the_twins() -> None:
+    sizes = step_ops.Sizes(
+        hidden=64,
+        mlp=128,
+        q_heads=4,
+        kv_heads=2,
+        head_dim=32,
+        vocabulary=300,
+        features=2,
+        draft_kv_heads=2,
+        draft_head_dim=32,
+        context=40,
+        block_size=4,
+    )
+    found = set()
+    for case in step_ops.cases(3, triton_ops(), sizes, torch.bfloat16, DEVICE):
+        found.add(case.op)
+        assert case.moved > 0
+        for turn in range(2):
+            ours = case.ours(turn)
+            twin = case.twin and case.twin(turn)
+        if isinstance(ours, torch.Tensor) and isinstance(twin, torch.Tensor):
+            torch.testing.assert_close(ours.to(twin.dtype), twin, atol=0.1, rtol=0.05)
+    # the products are served by the library at these sizes
+    assert len(found) == 9
+
+
+if not INTERPRETED:
+
+    def test_every_kernel_holds_in_the_interpreter() -> None:
+        hold_in_the_interpreter(__file__)
