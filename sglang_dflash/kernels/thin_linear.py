@@ -39,7 +39,20 @@ class Tile:
 
 
 # (N, K, gated) -> measured on an H200 at 16 rows; other shapes are left to the library
-TILES: dict[tuple[int, int, bool], Tile] = {}
+TILES: dict[tuple[int, int, bool], Tile] = {
+    (5376, 8192, False): Tile(
+        block_n=128, block_k=64, splits=3, num_warps=4, num_stages=6, prefetch=0
+    ),
+    (5376, 16384, False): Tile(
+        block_n=128, block_k=64, splits=3, num_warps=4, num_stages=6, prefetch=0
+    ),
+    (5376, 21504, False): Tile(
+        block_n=128, block_k=64, splits=3, num_warps=4, num_stages=6, prefetch=0
+    ),
+    (21504, 5376, True): Tile(
+        block_n=64, block_k=128, splits=1, num_warps=8, num_stages=4, prefetch=0
+    ),
+}
 
 
 # fmt: off
