@@ -3,8 +3,9 @@
     python benchmarks/trace_split.py TRACE.json.gz [--top 15] [--out split.json]
 
 A step begins with our `_build_block` kernel, its verify pass with `_index_prefixes` and its commit
-with `_accept_walk`. Only whole steps count, so the profiler's own start and end do not. Idle is
-the time of a step in which no kernel runs on any stream.
+with `_accept_walk`. Only whole steps count, and not the first, which the profiler's start draws
+out. Idle is the time of a step in which no kernel runs on any stream. Kernels overlap: each counts
+from the end of those that started before it, so that the parts and idle add up to the step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 STEP, VERIFY, COMMIT = "_build_block", "_index_prefixes", "_accept_walk"
 ATTENTION = ("_attend_runs", "_merge_runs", "_fwd_kernel", "extend_attention")
-PRODUCTS = ("gemm", "nvjet", "cutlass_", "splitk", "gemv", "matmul")
+PRODUCTS = ("_product", "gemm", "nvjet", "cutlass_", "splitk", "gemv", "matmul")
 
 
 def kernels(path: Path) -> list[dict[str, Any]]:
@@ -30,18 +31,8 @@ def kernels(path: Path) -> list[dict[str, Any]]:
     return sorted(work, key=lambda e: e["ts"])
 
 
-def busy_us(work: list[dict[str, Any]]) -> float:
-    """Return the microseconds in which at least one kernel ran."""
-    total, end = 0.0, float("-inf")
-    for event in work:
-        start, stop = event["ts"], event["ts"] + event["dur"]
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total
-
-
 def whole_steps(work: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    starts = [i for i, event in enumerate(work) if event["name"] == STEP]
+    starts = [i for i, event in enumerate(work) if event["name"] == STEP][1:]
     return [work[a:b] for a, b in zip(starts, starts[1:], strict=False)]
 
 
@@ -49,6 +40,7 @@ def split_step(step: list[dict[str, Any]], end_us: float) -> Counter[str]:
     """Return the microseconds of each part of one step, `idle` included."""
     found: Counter[str] = Counter()
     phase = "draft"
+    covered = step[0]["ts"]
     for event in step:
         if event["name"] in (VERIFY, COMMIT):
             phase = "verify" if event["name"] == VERIFY else "commit"
@@ -61,8 +53,10 @@ def split_step(step: list[dict[str, Any]], end_us: float) -> Counter[str]:
                 part = "verify matrix products"
             else:
                 part = "verify rest"
-        found[part] += event["dur"]
-    found["idle"] = end_us - step[0]["ts"] - busy_us(step)
+        end = min(event["ts"] + event["dur"], end_us)
+        found[part] += max(0.0, end - max(event["ts"], covered))
+        covered = max(covered, end)
+    found["idle"] = end_us - step[0]["ts"] - found.total()
     return found
 
 
@@ -71,11 +65,11 @@ def split(path: Path) -> dict[str, Any]:
     work = kernels(path)
     steps = whole_steps(work)
     if not steps:
-        raise SystemExit(f"{path} holds no whole step of our worker: no two {STEP} kernels.")
+        raise SystemExit(f"{path} holds no whole step of our worker: not three {STEP} kernels.")
     ends = [step[0]["ts"] for step in steps[1:]]
     steps = steps[: len(ends)]
     if not steps:
-        raise SystemExit(f"{path} holds one step; profile at least three.")
+        raise SystemExit(f"{path} holds too few steps; profile at least five.")
     parts: Counter[str] = Counter()
     for step, end in zip(steps, ends, strict=True):
         parts.update(split_step(step, end))

@@ -45,6 +45,8 @@ def _why_not(layer: Any) -> str | None:
         return "other norms of q, k and v"
     for path in PRODUCTS:
         module = layer.get_submodule(path)
+        if module.bias is not None:
+            return "bias"
         if module.tp_size > 1:
             return "tensor parallelism"
         if type(module.quant_method).__name__ != "UnquantizedLinearMethod":
@@ -114,7 +116,8 @@ class FusedLayer:
     def _attend(self, x: Tensor, positions: Tensor, forward_batch: Any) -> Tensor:
         """Return attention's result in parts, [S, n, H]."""
         own = self._layer.self_attn
-        qkv, _ = own.qkv_proj(x)
+        parts = self._multiply(x, own.qkv_proj)
+        qkv = parts[0] if len(parts) == 1 else parts.sum(0).to(x.dtype)
         self._ops.norm_and_turn(
             qkv,
             positions,

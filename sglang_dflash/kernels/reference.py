@@ -212,7 +212,7 @@ def thin_linear(
     x: Tensor,  # [n, K]
     weight: Tensor,  # [N, K]
 ) -> Tensor:
-    """Return the product as parts [1, n, N] in x's type; a kernel may give more parts, in fp32."""
+    """Return the product as one part [1, n, N] in x's type; a kernel may give several, in fp32."""
     return torch.matmul(x, weight.T)[None]
 
 

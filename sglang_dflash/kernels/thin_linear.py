@@ -4,8 +4,9 @@ With 16 rows a product is a read of its weight, and what surrounds the read cost
 is wrong with it. So: the weight is the tall operand of the tensor cores, the rows the narrow one; a
 weight with few rows is cut along its depth, too, and the parts are summed by the norm that follows
 (`residual_norm.py`), not by a launch of their own; gate and up are multiplied where they are made.
-On a GPU the launch overlaps the end of the kernel before it: each program asks the cache for the
-head of its weight, which depends on nothing, and only then waits for its rows.
+On a GPU the launch overlaps the kernels before it: each program asks the cache for the head of its
+weight, which depends on nothing, and only then waits for its rows. Memory is busy with the weight
+while attention or a norm, which need little of it, still run.
 
 Layout contract: x [n, K] and weight [N, K], adjacent columns, 16-byte aligned rows, K a multiple of
 32. Sums are fp32.
@@ -25,7 +26,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sglang_dflash.kernels.overlap import overlapped
 
 MAX_ROWS = 64
-PREFETCH_LINE = 64  # elements of two bytes in a line of the cache
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _product(
     x, weight, out, num_rows, x_stride, weight_stride,
     N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    PREFETCH: tl.constexpr, LINE: tl.constexpr, OVERLAPPED: tl.constexpr,
+    PREFETCH: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):
     # fmt: on
     column = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -73,11 +73,10 @@ def _product(
     at = weight + column * weight_stride
     if OVERLAPPED:
         if PREFETCH > 0:
-            lines = begin * BLOCK_K + tl.arange(0, PREFETCH // LINE) * LINE
-            heads = tl.where(live_column, column, 0)[:, None] * weight_stride + lines[None, :]
-            _ask_the_cache(weight + heads)
+            heads = tl.where(live_column, column, 0) * weight_stride + begin * BLOCK_K
+            _ask_the_cache(weight + heads, PREFETCH)
             if GATED:
-                _ask_the_cache(weight + N * weight_stride + heads)
+                _ask_the_cache(weight + N * weight_stride + heads, PREFETCH)
         gdc_wait()
         gdc_launch_dependents()
 
@@ -111,21 +110,24 @@ def _product(
 
 
 @triton.jit
-def _ask_the_cache(pointers):
+def _ask_the_cache(rows, COUNT: tl.constexpr):
+    """Start a read of `COUNT` elements from each address into the L2 cache."""
+    size = tl.full(rows.shape, COUNT * rows.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+        [rows.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
     )
 
 
 def thin_linear(x: Tensor, weight: Tensor, *, tile: Tile | None = None) -> Tensor | None:
-    """Return fp32 parts [S, n, N] whose sum is what `reference.thin_linear` gives; None where the
-    library's product is the better one."""
+    """Return parts [S, n, N] whose sum is what `reference.thin_linear` gives, in fp32 where there
+    are several; None where the library's product is the better one."""
     width = weight.shape[0]
     tile = tile or TILES.get((width, weight.shape[1], False))
     if tile is None or x.shape[0] > MAX_ROWS:
         return None
-    out = torch.empty(tile.splits, x.shape[0], width, dtype=torch.float32, device=x.device)
+    dtype = x.dtype if tile.splits == 1 else torch.float32
+    out = torch.empty(tile.splits, x.shape[0], width, dtype=dtype, device=x.device)
     _launch(x, weight, out, width, tile, gated=False)
     return out
 
@@ -144,6 +146,8 @@ def gated_linear(x: Tensor, weight: Tensor, *, tile: Tile | None = None) -> Tens
 def _launch(x: Tensor, weight: Tensor, out: Tensor, width: int, tile: Tile, *, gated: bool) -> None:
     rows, depth = x.shape
     assert rows <= MAX_ROWS and depth % tile.block_k == 0, (x.shape, tile)
+    # no program may ask past its own share of the depth
+    assert tile.prefetch <= depth // tile.block_k // tile.splits * tile.block_k, tile
     _product[(triton.cdiv(width, tile.block_n), tile.splits)](
         *(x, weight, out, rows, x.stride(0), weight.stride(0)),
         N=width,
@@ -154,7 +158,6 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, width: int, tile: Tile, *, g
         BLOCK_K=tile.block_k,
         SPLITS=tile.splits,
         PREFETCH=tile.prefetch,
-        LINE=PREFETCH_LINE,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **overlapped(x.device.type),

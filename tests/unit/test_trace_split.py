@@ -1,0 +1,61 @@
+"""Where a step's GPU time goes, from a trace made by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from trace_split import split
+
+STEP_US = 1000.0
+# name, start within the step, duration
+WORK = [
+    ("_build_block", 0, 10),
+    ("nvjet_draft", 20, 200),
+    ("_index_prefixes", 220, 10),
+    ("_attend_runs", 230, 100),
+    # begins while the kernel before it runs, as overlapped launches do
+    ("_product", 300, 400),
+    ("_norm_add_norm", 600, 150),
+    ("_accept_walk", 800, 50),
+    # on another stream, under the walk
+    ("Memcpy DtoH", 810, 20),
+]
+
+
+def write_trace(path: Path, steps: int) -> Path:
+    events = [
+        {"cat": "kernel", "name": name, "ts": step * STEP_US + start, "dur": duration}
+        for step in range(steps)
+        for name, start, duration in WORK
+    ]
+    events[0]["ts"] -= 5000  # the first step is drawn out
+    events.append({"cat": "cpu_op", "name": "aten::add", "ts": 0, "dur": 9999})
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path
+
+
+def test_parts_and_idle_add_up_to_a_step(tmp_path: Path) -> None:
+    found = split(write_trace(tmp_path / "trace.json", 6))
+    assert found["steps"] == 3
+    assert found["step_ms"] == 1.0
+    assert found["launches"] == len(WORK)
+    assert found["parts_ms"] == {
+        "verify matrix products": 0.37,
+        "draft": 0.21,
+        "verify attention": 0.1,
+        "verify rest": 0.06,
+        "commit": 0.05,
+        "idle": 0.21,
+    }
+    assert found["idle_share"] == 0.21
+
+
+def test_too_short_a_trace_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="_build_block"):
+        split(write_trace(tmp_path / "trace.json", 2))
