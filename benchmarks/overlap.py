@@ -14,7 +14,7 @@ import argparse
 from typing import Any
 
 import systems
-from serving import draw_prompts, measure, parse, profile, run_batch, serve
+from serving import measure, parse, profile, serve, warm_up
 
 SETTINGS = {
     "off": {"SGLANG_ENABLE_DFLASH_SPEC_V2": "0", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "0"},
@@ -33,14 +33,13 @@ def run_setting(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     try:
         server.wait()
         context = options.contexts[0]
-        for sampling in options.sampling:
-            run_batch(draw_prompts(1, 32, "warm-up"), 32, sampling)
+        warm_up(options)
         for num_requests in options.requests:
             row: dict[str, Any] = {"overlap": name, "requests": num_requests}
             for sampling in options.sampling:
                 point = measure(num_requests, context, sampling, options)
                 row[sampling] = {k: point[k] for k in ("tokens_per_s", "step_ms")}
-            row["idle_share"] = profile(num_requests, context, None)["idle_share"]
+            row["gpu_time"] = profile(num_requests, context, options)
             rows.append(row)
             print(row, flush=True)
     finally:
@@ -59,7 +58,9 @@ def table(rows: list[dict[str, Any]], samplings: list[str]) -> str:
         cells = "".join(
             f" {row[name]['tokens_per_s']:.1f} | {row[name]['step_ms']:.2f} |" for name in samplings
         )
-        lines.append(f"| {row['overlap']} | {row['requests']} |{cells} {row['idle_share']:.1%} |")
+        lines.append(
+            f"| {row['overlap']} | {row['requests']} |{cells} {row['gpu_time']['idle_share']:.1%} |"
+        )
     return "\n".join(lines)
 
 

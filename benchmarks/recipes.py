@@ -138,17 +138,9 @@ def memory_by_part(state: dict[str, Any], log: str) -> dict[str, Any]:
     return found
 
 
-def prompt_ids(shapes: Path, recipe: str) -> tuple[int, int]:
-    """Return which token ids a prompt may have."""
-    config = json.loads((shapes / recipe / "config.json").read_text())
-    low, high = systems.PROMPT_IDS
-    vocabulary = int(config["vocab_size"])
-    return min(low, vocabulary // 2), min(high, vocabulary)
-
-
 def run_cell(cell: Cell, options: argparse.Namespace, *, timeout_s: float) -> dict[str, Any]:
     """Start a server and measure it. Raise RuntimeError with the end of its log if it fails."""
-    ids = prompt_ids(options.shapes, cell.recipe)
+    ids = systems.prompt_ids(options.shapes / cell.recipe)
     server = serve(cell, options)
     try:
         start_s = server.wait(timeout_s)

@@ -5,8 +5,9 @@
 
 Each system serves alone, with the same prompts. A decode rate is the difference between two output
 lengths, so that prefill and start drop out. Writes OUT.json (command, commit, versions, GPU),
-OUT.md (the table) and OUT.png (rate over requests). `--picture OUT.json` draws the picture again.
-Arguments that this script does not know go to the servers.
+OUT.md (the table) and OUT.png (rate over requests) after each system; the same command again
+measures what is missing. `--picture OUT.json` draws the picture again. Arguments that this script
+does not know go to the servers. Without a GPU they are those of launch/cpu.sh.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from typing import Any
 
 import requests
 import systems
-from systems import SAMPLING, SYSTEMS, Serving, decode_rate, draw_prompts
+import torch
+from systems import SAMPLING, SYSTEMS, Serving, decode_rate, draw_prompts, run_batch
 from trace_split import report, split
 
-PORT = 30000
-URL = f"http://127.0.0.1:{PORT}"
 PROFILED_STEPS = 10
 
 
@@ -35,23 +35,28 @@ def serve(
     system: str, options: argparse.Namespace, switches: dict[str, str] | None = None
 ) -> Serving:
     """Start one system's server; `switches` are further environment variables."""
-    command = [sys.executable, "-m", "sglang.launch_server", "--port", str(PORT)]
-    command += ["--model-path", options.model_path, "--trust-remote-code"]
+    command = [sys.executable, "-m", "sglang.launch_server"]
     command += ["--attention-backend", options.attention_backend, "--skip-server-warmup"]
-    command += ["--load-format", options.load_format, "--skip-tokenizer-init"]
+    if not torch.cuda.is_available():
+        command = [str(systems.ROOT / "launch" / "cpu.sh")]
+    command += ["--port", str(options.port), "--model-path", options.model_path]
+    command += ["--trust-remote-code", "--load-format", options.load_format]
+    command += ["--skip-tokenizer-init"]
     if system != "plain":
         command += ["--speculative-algorithm", "DFLASH"]
         command += ["--speculative-draft-model-path", options.draft_model_path]
         command += ["--speculative-num-draft-tokens", str(options.block_size)]
-        command += ["--speculative-draft-attention-backend", options.draft_backend]
-    env = systems.switches(system, options.simulate_accept_length) | (switches or {})
-    return Serving(system, [*command, *options.server_args], env=env, port=PORT)
+        if torch.cuda.is_available():
+            command += ["--speculative-draft-attention-backend", options.draft_backend]
+    env = {"PYTHON": sys.executable, "PLAIN": str(int(system == "plain"))} | (switches or {})
+    env |= systems.switches(system, options.simulate_accept_length)
+    return Serving(system, [*command, *options.server_args], env=env, port=options.port)
 
 
-def run_batch(
-    prompts: list[list[int]], new_tokens: int, sampling: str
-) -> tuple[float, list[dict[str, Any]]]:
-    return systems.run_batch(URL, prompts, new_tokens, sampling)
+def warm_up(options: argparse.Namespace) -> None:
+    prompts = draw_prompts(1, 32, "warm-up", options.ids)
+    for sampling in options.sampling:
+        run_batch(options.url, prompts, 32, sampling)
 
 
 def measure(
@@ -59,12 +64,13 @@ def measure(
 ) -> dict[str, Any]:
     """Return the decode rate of one point, from the better of the tries at each length."""
     rate, answers = decode_rate(
-        URL,
+        options.url,
         num_requests,
         context,
         sampling,
         lengths=options.lengths,
         repeats=options.repeats,
+        ids=options.ids,
     )
     point = {
         "requests": num_requests,
@@ -92,19 +98,19 @@ def accept_length(answers: list[dict[str, Any]]) -> float:
     return sum(found) / len(found)
 
 
-def profile(num_requests: int, context: int, keep: Path | None) -> dict[str, Any]:
+def profile(num_requests: int, context: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return the split of a step's GPU time, from a trace of some steps in full swing.
 
-    The trace is copied into the folder `keep`, where one is given.
+    The trace is copied to the logs.
     """
-    prompts = draw_prompts(num_requests, context, "profile")
+    prompts = draw_prompts(num_requests, context, "profile", options.ids)
     # long enough that decoding goes on while the profiler starts
-    load = threading.Thread(target=run_batch, args=(prompts, 1600, "greedy"))
+    load = threading.Thread(target=run_batch, args=(options.url, prompts, 1600, "greedy"))
     with tempfile.TemporaryDirectory() as folder:
         load.start()
         time.sleep(2.0 if num_requests <= 8 else 4.0)
         body = {"output_dir": folder, "num_steps": PROFILED_STEPS, "activities": ["GPU"]}
-        requests.post(f"{URL}/start_profile", json=body, timeout=60).raise_for_status()
+        requests.post(f"{options.url}/start_profile", json=body, timeout=60).raise_for_status()
         load.join()
         deadline = time.monotonic() + 30
         while not (traces := list(Path(folder).glob("**/*.gz"))) and time.monotonic() < deadline:
@@ -112,9 +118,9 @@ def profile(num_requests: int, context: int, keep: Path | None) -> dict[str, Any
         if not traces:
             raise RuntimeError(f"the profiler wrote no trace at {num_requests} requests")
         time.sleep(2)  # for the file to be complete
-        if keep is not None:
-            keep.mkdir(parents=True, exist_ok=True)
-            shutil.copy(traces[0], keep / f"trace-{num_requests}-{context}.json.gz")
+        if options.logs:
+            options.logs.mkdir(parents=True, exist_ok=True)
+            shutil.copy(traces[0], options.logs / f"trace-{num_requests}-{context}.json.gz")
         found = split(traces[0])
     print(f"{num_requests} requests of {context}: {report(found)}", flush=True)
     return {"requests": num_requests, "context": context, **found}
@@ -125,8 +131,7 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
     try:
         seconds = server.wait()
         print(f"{system}: ready after {seconds:.0f} s", flush=True)
-        for sampling in options.sampling:
-            run_batch(draw_prompts(1, 32, "warm-up"), 32, sampling)
+        warm_up(options)
         points: list[dict[str, Any]] = []
         splits: list[dict[str, Any]] = []
         for context in options.contexts:
@@ -141,7 +146,7 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
                 if options.trace and system == "ours":
                     # a trace that fails must not cost the measurements
                     try:
-                        splits.append(profile(num_requests, context, options.logs))
+                        splits.append(profile(num_requests, context, options))
                     except (RuntimeError, requests.RequestException, SystemExit) as error:
                         print(f"no trace: {error}", flush=True)
         found = {"start_s": round(seconds, 1), "command": server.command[3:], "points": points}
@@ -154,7 +159,7 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_outputs(results: dict[str, Any]) -> dict[str, Any]:
-    """Compare each greedy answer with plain decoding's, and drop the token ids."""
+    """Compare each greedy answer with plain decoding's."""
     found = {}
     texts = {
         (system, p["context"], p["requests"]): p["output_ids"]
@@ -168,9 +173,6 @@ def compare_outputs(results: dict[str, Any]) -> dict[str, Any]:
             continue
         equal = sum(a == b for a, b in zip(ids, plain, strict=True))
         found[f"{system}, {num_requests} requests of {context}"] = f"{equal} of {len(plain)} equal"
-    for result in results.values():
-        for point in result.get("points", ()):
-            del point["output_ids"]
     return found
 
 
@@ -190,11 +192,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--attention-backend", default="triton")
     parser.add_argument("--draft-backend", default="fa4")
     parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--trace", action="store_true", help="split our step's GPU time, too")
     systems.add_result_options(parser, picture=True)
     options, options.server_args = parser.parse_known_args()
     if options.picture is None and not (options.model_path and options.draft_model_path):
         parser.error("--model-path and --draft-model-path are needed to measure")
+    options.url = f"http://127.0.0.1:{options.port}"
+    if options.picture is None:
+        options.ids = systems.prompt_ids(options.model_path)
     return options
 
 
@@ -203,26 +209,46 @@ def main() -> None:
     if options.picture:
         draw(json.loads(options.picture.read_text()), options.picture.with_suffix(".png"))
         return
-    results = {}
+    results = earlier(options)
     for system in options.systems:
+        if system in results:
+            print(f"{system}: measured already, see {options.out}.json", flush=True)
+            continue
         try:
             results[system] = run_system(system, options)
         except (RuntimeError, requests.RequestException) as error:
             print(f"{system}: {error}", flush=True)
             results[system] = {"error": str(error)[-2000:]}
-    agreement = compare_outputs(results)
-    found = {
-        **systems.provenance(options.commit),
-        "agreement_with_plain": agreement,
-        "results": results,
-    }
+        if options.out:
+            write(finding(results, options), options.out)
     print(table(results))
-    for what, equal in agreement.items():
+    for what, equal in compare_outputs(results).items():
         print(f"{what}: {equal}")
-    if options.out:
-        write(found, options.out)
     if any("error" in result for result in results.values()):
         raise SystemExit(1)
+
+
+def finding(results: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        **systems.provenance(options.commit),
+        "agreement_with_plain": compare_outputs(results),
+        "results": results,
+    }
+
+
+def earlier(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the systems that the same command has measured at the same commit."""
+    path = options.out and options.out.with_suffix(".json")
+    if not path or not path.exists():
+        return {}
+    found = json.loads(path.read_text())
+    about = systems.provenance(options.commit)
+    differing = [name for name in about if found.get(name) != about[name]]
+    if differing:
+        raise SystemExit(
+            f"{path} was measured otherwise: {', '.join(differing)} differ. Choose another --out."
+        )
+    return {name: r for name, r in found["results"].items() if "error" not in r}
 
 
 def write(found: dict[str, Any], out: Path) -> None:

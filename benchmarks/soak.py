@@ -3,7 +3,7 @@
     python benchmarks/soak.py --requests 1000            # the embedded pair, on a CPU
     python benchmarks/soak.py --seconds 300 --concurrency 32 --script tests/gpu.sh  # on a GPU
 
-Lengths from one token to hundreds, shared prefixes, streams, aborts at random moments, a KV pool so
+Lengths from one token to two thousand, shared prefixes, streams, aborts at random moments, a KV pool so
 small that requests are retracted; greedy, seeded, penalised and grammar-bound. At the end: no wrong
 answer, no stuck request, every KV slot free, memory flat. Exit status 1 if any of it fails.
 
@@ -40,8 +40,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "launch"))
 from server import Server  # noqa: E402
 
-POOL = 700
-SERVER = ("--context-length", "512", "--chunked-prefill-size", "64", "--max-running-requests", "16")
+# little more than the longest request, so that a few of them do not fit together
+POOL = 2200
+SERVER = ("--context-length", "2048", "--chunked-prefill-size", "64", "--max-running-requests", "16")
 # seeds need SGLang's deterministic mode
 SERVER += ("--enable-deterministic-inference",)
 SAMPLED = {"temperature": 1.4}
@@ -86,7 +87,7 @@ def draw(chance: random.Random, questions: list[list[int]]) -> Ask:
     """Make up a request: a question, which is drafted well, or noise, of which half begins like
     other noise."""
     kind = chance.choice(list(KINDS))
-    length = chance.choice([1, 2, 7, 30, 63, 64, 65, 120, 250])
+    length = chance.choice([1, 2, 7, 30, 63, 64, 65, 120, 250, 250, 700, 1800])
     if chance.random() < 0.5:
         prompt = chance.choice(questions)
     elif chance.random() < 0.5:

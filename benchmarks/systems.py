@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -44,12 +45,25 @@ def switches(system: str, simulate_accept_length: float = 0.0) -> dict[str, str]
     return found
 
 
+def _leave(*_: object) -> None:
+    raise SystemExit("stopped by a signal")
+
+
 class Serving:
     """One system's server, from start to stop."""
 
     def __init__(self, system: str, command: list[str], *, env: dict[str, str], port: int) -> None:
         self.command = command
         self.url = f"http://127.0.0.1:{port}"
+        with contextlib.suppress(requests.RequestException):
+            requests.get(f"{self.url}/health", timeout=5)
+            raise SystemExit(
+                f"{self.url} is answered already, so {system} would not be what is measured. "
+                "Stop the server there first."
+            )
+        if threading.current_thread() is threading.main_thread():
+            # `timeout` ends a benchmark so: the server must not outlive it
+            signal.signal(signal.SIGTERM, _leave)
         handle, name = tempfile.mkstemp(suffix=f"-{system}.log")
         self.log = Path(name)
         self._start = time.monotonic()
@@ -99,6 +113,15 @@ def generate(url: str, ids: list[int], new_tokens: int, sampling: str) -> dict[s
     response = requests.post(f"{url}/generate", json=body, timeout=600)
     response.raise_for_status()
     return response.json()
+
+
+def prompt_ids(model_path: Path | str) -> tuple[int, int]:
+    """Return the range of token ids to draw prompts from: inside the model's vocabulary."""
+    path = Path(model_path) / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    low, high = PROMPT_IDS
+    vocabulary = config.get("text_config", config).get("vocab_size", high)
+    return min(low, vocabulary // 2), min(high, vocabulary)
 
 
 def draw_prompts(

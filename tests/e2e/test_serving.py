@@ -1,0 +1,115 @@
+"""benchmarks/serving.py as a user runs it, on the embedded pair."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from server import ROOT, free_port
+
+TIMEOUT_S = 400
+PAIR = ROOT / "sglang_dflash" / "pairs" / "tiny"
+
+
+def command(*arguments: object) -> list[str]:
+    found = [sys.executable, "benchmarks/serving.py", *map(str, arguments)]
+    found += ["--model-path", str(PAIR / "target"), "--draft-model-path", str(PAIR / "drafter")]
+    found += ["--requests", "1", "3", "--contexts", "32", "--lengths", "8", "40"]
+    return [*found, "--repeats", "1"]
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+
+
+def test_systems_are_measured_and_compared_and_a_cut_run_is_taken_up(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("equal to the last token in fp32, which this benchmark does not serve on a GPU")
+    out, port = tmp_path / "out", free_port()
+    arguments = ("--systems", "plain", "ours", "--port", port, "--out", out)
+    ran = run(*arguments)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads(out.with_suffix(".json").read_text())
+    assert set(found["results"]) == {"plain", "ours"}
+    assert found["agreement_with_plain"] == {
+        "ours, 1 requests of 32": "1 of 1 equal",
+        "ours, 3 requests of 32": "3 of 3 equal",
+    }
+    for result in found["results"].values():
+        assert [p["requests"] for p in result["points"]] == [1, 3]
+        assert all(p["tokens_per_s"] > 0 for p in result["points"])
+
+    # as if it had been cut off before our system: only that is measured again, and so compared
+    del found["results"]["ours"]
+    found["results"]["plain"]["points"][0]["tokens_per_s"] = 12345.0
+    out.with_suffix(".json").write_text(json.dumps(found))
+    ran = run(*arguments)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    again = json.loads(out.with_suffix(".json").read_text())
+    assert set(again["results"]) == {"plain", "ours"}
+    assert again["results"]["plain"] == found["results"]["plain"]
+    assert again["agreement_with_plain"]["ours, 3 requests of 32"] == "3 of 3 equal"
+
+    # another command must not be mixed with this one
+    ran = run("--systems", "plain", "--port", port, "--out", out)
+    assert ran.returncode != 0
+    assert "command differ" in ran.stderr
+
+
+def test_a_server_that_is_there_already_is_not_measured() -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    port = free_port()
+    other = HTTPServer(("127.0.0.1", port), Answer)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    try:
+        ran = run("--systems", "plain", "--port", port)
+    finally:
+        other.shutdown()
+    assert ran.returncode != 0
+    assert "is answered already" in ran.stderr
+
+
+def test_a_stopped_benchmark_takes_its_server_with_it() -> None:
+    port = free_port()
+    benchmark = subprocess.Popen(command("--systems", "plain", "--port", port), cwd=ROOT)
+    try:
+        assert wait_for(lambda: servers_at(port)), "no server was started"
+        benchmark.terminate()
+        assert benchmark.wait(60) != 0
+        assert wait_for(lambda: not servers_at(port)), "the server is still there"
+    finally:
+        benchmark.kill()
+
+
+def servers_at(port: int) -> list[psutil.Process]:
+    """Return the live processes that were started to serve at a port, benchmarks left out."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = process.info["cmdline"] or []
+        serves = "--port" in line and str(port) in line and "benchmarks/serving.py" not in line
+        if serves and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 30) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return bool(condition())
