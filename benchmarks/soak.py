@@ -3,9 +3,10 @@
     python benchmarks/soak.py --requests 1000            # the embedded pair, on a CPU
     python benchmarks/soak.py --seconds 300 --concurrency 32 --script tests/gpu.sh  # on a GPU
 
-Lengths from one token to two thousand, shared prefixes, streams, aborts at random moments, a KV pool so
-small that requests are retracted; greedy, seeded, penalised and grammar-bound. At the end: no wrong
-answer, no stuck request, every KV slot free, memory flat. Exit status 1 if any of it fails.
+Lengths from one token to two thousand, shared prefixes, streams, aborts at random moments, a KV
+pool so small that requests are retracted; greedy, seeded, penalised and grammar-bound. At the end:
+no wrong answer, no stuck request, every KV slot free, memory flat. Exit status 1 if any of it
+fails.
 
 Two tokens can be so close that the rounding of a differently shaped batch decides between them,
 with and without speculation. A differing answer counts as such a tie, and is reported, only if in
@@ -42,7 +43,14 @@ from server import Server  # noqa: E402
 
 # little more than the longest request, so that a few of them do not fit together
 POOL = 2200
-SERVER = ("--context-length", "2048", "--chunked-prefill-size", "64", "--max-running-requests", "16")
+SERVER = (
+    "--context-length",
+    "2048",
+    "--chunked-prefill-size",
+    "64",
+    "--max-running-requests",
+    "16",
+)
 # seeds need SGLang's deterministic mode
 SERVER += ("--enable-deterministic-inference",)
 SAMPLED = {"temperature": 1.4}

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What launch/cpu.sh is to the tests without a GPU: the embedded pair, exact enough to compare
-# tokens; little memory, so that many such servers share a card. fp32, no tensor-core rounding, SGLang's layers in plain torch; graphs and overlap as usual.
+# tokens: fp32, no tensor-core rounding, SGLang's layers in plain torch; graphs and overlap as
+# usual. The pool is small, so many such servers share a card.
 #   tests/gpu.sh [any server argument]; PLAIN=1 leaves speculation out.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -11,7 +12,7 @@ export PYTHONPATH=$root/tests/plugins${PYTHONPATH:+:$PYTHONPATH}
 args=(
   --model-path "$package/pairs/tiny/target"
   --attention-backend triton --dtype float32 --mem-fraction-static 0.5
-  --cuda-graph-max-bs 8 --disable-piecewise-cuda-graph --skip-server-warmup
+  --cuda-graph-max-bs 8 --disable-piecewise-cuda-graph --skip-server-warmup --sleep-on-idle
   --max-total-tokens 16384 --max-running-requests 16
   --host 127.0.0.1 --port 30000
 )

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.gpu
 NEAR_TIE = 0.3
 
 
-@pytest.fixture(scope="module")
-def servers() -> Iterator[tuple[Server, Server]]:
-    half = (*SHAPE, "--dtype", "bfloat16")
+@pytest.fixture(scope="module", params=["1", "16"], ids=["page 1", "page 16"])
+def servers(request: pytest.FixtureRequest) -> Iterator[tuple[Server, Server]]:
+    half = (*SHAPE, "--dtype", "bfloat16", "--page-size", request.param)
     env = {"NATIVE_OPS": "0"}
     pair = start_together(
         Server(*half, plain=True, env=env),
