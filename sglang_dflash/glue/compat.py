@@ -325,7 +325,10 @@ SYMBOLS: dict[str, Symbol] = {
         "XGrammarGrammar.apply_vocab_mask",
         ("logits", "vocab_mask"),
     ),
-    # experts on a CPU
+    # products and experts on a CPU
+    "unquantized_linear": Symbol(
+        "srt.layers.quantization.unquant", "UnquantizedLinearMethod.apply", ("layer", "x", "bias")
+    ),
     "unquantized_experts": Symbol(
         "srt.layers.quantization.unquant",
         "UnquantizedFusedMoEMethod.forward_native",

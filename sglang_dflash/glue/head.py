@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.glue import compat
+from sglang_dflash.glue.cpu import products
 from sglang_dflash.kernels import Ops
 
 
@@ -19,7 +20,9 @@ class DraftHead:
     first rank with the highest value holds the token that one big argmax would give.
     """
 
-    def __init__(self, target_model: Any, vocab_size: int, ops: Ops) -> None:
+    def __init__(
+        self, target_model: Any, vocab_size: int, ops: Ops, *, device_type: str = "cuda"
+    ) -> None:
         head = target_model.lm_head
         shard = getattr(head, "shard_indices", None)
         self._head = head
@@ -27,11 +30,12 @@ class DraftHead:
         self._start = shard.org_vocab_start_index if shard is not None else 0
         self._size = shard.num_org_elements if shard is not None else vocab_size
         self._group = compat.get_tp_group() if shard is not None else None
+        self._multiply = _multiply_on_cpu if device_type == "cpu" else _multiply
 
     def argmax(self, hidden: Tensor) -> Tensor:
         """Return the likeliest token of each hidden state [n, H], as [n] int64."""
-        weight = self._head.weight[: self._size]
-        logits = torch.matmul(hidden.to(weight.dtype), weight.T)
+        weight = self._head.weight
+        logits = self._multiply(hidden.to(weight.dtype), weight)[:, : self._size]
         tokens = self._ops.argmax_rows(logits)
         if self._group is None or self._group.world_size == 1:
             return tokens
@@ -39,6 +43,15 @@ class DraftHead:
         values = self._group.all_gather(values.contiguous(), dim=0)
         tokens = self._group.all_gather((tokens + self._start)[None], dim=0)
         return tokens.gather(0, values.argmax(dim=0, keepdim=True)).squeeze(0)
+
+
+def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.matmul(x, weight.T)
+
+
+def _multiply_on_cpu(x: Tensor, weight: Tensor) -> Tensor:
+    product = products.multiply(x, weight)
+    return _multiply(x, weight) if product is None else product
 
 
 class VerifyHead:

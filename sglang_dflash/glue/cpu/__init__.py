@@ -17,16 +17,17 @@ def is_cpu_mode() -> bool:
 
 
 def install_if_cpu() -> None:
-    """In CPU mode, give SGLang attention, experts and sampling; lift two checks made for a GPU."""
+    """In CPU mode, give SGLang attention, products, experts and sampling; lift two checks."""
     if not is_cpu_mode():
         return
     from sglang_dflash.glue import compat
-    from sglang_dflash.glue.cpu import experts, sampling
+    from sglang_dflash.glue.cpu import experts, products, sampling
     from sglang_dflash.glue.cpu.attention import CpuAttention
     from sglang_dflash.glue.plugin import attach
 
     compat.register_attention_backend("torch_native")(CpuAttention)
     experts.install()
+    products.install()
     sampling.install()
     _let_tensors_meet_streams()
     attach(
