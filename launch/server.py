@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,13 +22,20 @@ import requests
 
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 300
+PORTS = range(20000, 32000)
 STOP_TIMEOUT_S = 3
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port for a server that binds it half a minute from now.
+
+    Below those that the system gives to outgoing connections: one of them could take it till then.
+    """
+    while True:
+        port = random.SystemRandom().choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Server:

