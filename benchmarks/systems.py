@@ -166,6 +166,12 @@ def decode_rate(
             taken, answers = run_batch(url, prompts, length, sampling)
             tries.append(taken)
         seconds[length] = min(tries)
+    if seconds[long] <= seconds[short]:
+        raise RuntimeError(
+            f"{num_requests} requests of {context}: {long} tokens took {seconds[long]:.3f} s and "
+            f"{short} took {seconds[short]:.3f} s. Something else disturbs the machine; take "
+            "lengths that are further apart, or more repeats."
+        )
     return num_requests * (long - short) / (seconds[long] - seconds[short]), answers
 
 

@@ -25,8 +25,8 @@ PAIR = ROOT / "sglang_dflash" / "pairs" / "tiny"
 def command(*arguments: object) -> list[str]:
     found = [sys.executable, "benchmarks/serving.py", *map(str, arguments)]
     found += ["--model-path", str(PAIR / "target"), "--draft-model-path", str(PAIR / "drafter")]
-    found += ["--requests", "1", "3", "--contexts", "32", "--lengths", "8", "40"]
-    return [*found, "--repeats", "1"]
+    found += ["--requests", "1", "3", "--contexts", "32", "--lengths", "8", "120"]
+    return found
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:

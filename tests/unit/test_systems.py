@@ -1,0 +1,40 @@
+"""How a decode rate comes out of two batches, and prompts out of a vocabulary."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import systems
+
+
+def test_a_rate_is_the_difference_between_two_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second of prefill and start drops out; the better try of each length counts."""
+    slow = iter([0.5, 0.0, 0.0, 0.7])
+
+    def run_batch(_url: str, prompts: list, new_tokens: int, _sampling: str) -> tuple[float, list]:
+        assert len(prompts) == 4 and all(len(ids) == 10 for ids in prompts)
+        return 1.0 + new_tokens * 0.01 + next(slow), []
+
+    monkeypatch.setattr(systems, "run_batch", run_batch)
+    rate, _ = systems.decode_rate("", 4, 10, lengths=(8, 108), repeats=2)
+    assert rate == pytest.approx(400)
+
+
+def test_noise_is_not_called_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(systems, "run_batch", lambda *_: (1.0, []))
+    with pytest.raises(RuntimeError, match="take lengths that are further apart"):
+        systems.decode_rate("", 1, 10, lengths=(8, 108), repeats=2)
+
+
+def test_prompts_stay_inside_the_vocabulary(tmp_path: Path) -> None:
+    assert systems.prompt_ids("some/name") == systems.PROMPT_IDS
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 500}}))
+    assert systems.prompt_ids(tmp_path) == (250, 500)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 262_144}))
+    assert systems.prompt_ids(tmp_path) == systems.PROMPT_IDS
