@@ -39,7 +39,8 @@ def run_setting(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             for sampling in options.sampling:
                 point = measure(num_requests, context, sampling, options)
                 row[sampling] = {k: point[k] for k in ("tokens_per_s", "step_ms")}
-            row["gpu_time"] = profile(num_requests, context, options)
+            keep = options.logs and options.logs / name
+            row["gpu_time"] = profile(num_requests, context, options, keep=keep)
             rows.append(row)
             print(row, flush=True)
     finally:

@@ -98,10 +98,12 @@ def accept_length(answers: list[dict[str, Any]]) -> float:
     return sum(found) / len(found)
 
 
-def profile(num_requests: int, context: int, options: argparse.Namespace) -> dict[str, Any]:
+def profile(
+    num_requests: int, context: int, options: argparse.Namespace, *, keep: Path | None
+) -> dict[str, Any]:
     """Return the split of a step's GPU time, from a trace of some steps in full swing.
 
-    The trace is copied to the logs.
+    The trace is copied into the folder `keep`, where one is given.
     """
     prompts = draw_prompts(num_requests, context, "profile", options.ids)
     # long enough that decoding goes on while the profiler starts
@@ -118,9 +120,9 @@ def profile(num_requests: int, context: int, options: argparse.Namespace) -> dic
         if not traces:
             raise RuntimeError(f"the profiler wrote no trace at {num_requests} requests")
         time.sleep(2)  # for the file to be complete
-        if options.logs:
-            options.logs.mkdir(parents=True, exist_ok=True)
-            shutil.copy(traces[0], options.logs / f"trace-{num_requests}-{context}.json.gz")
+        if keep is not None:
+            keep.mkdir(parents=True, exist_ok=True)
+            shutil.copy(traces[0], keep / f"trace-{num_requests}-{context}.json.gz")
         found = split(traces[0])
     print(f"{num_requests} requests of {context}: {report(found)}", flush=True)
     return {"requests": num_requests, "context": context, **found}
@@ -146,7 +148,7 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
                 if options.trace and system == "ours":
                     # a trace that fails must not cost the measurements
                     try:
-                        splits.append(profile(num_requests, context, options))
+                        splits.append(profile(num_requests, context, options, keep=options.logs))
                     except (RuntimeError, requests.RequestException, SystemExit) as error:
                         print(f"no trace: {error}", flush=True)
         found = {"start_s": round(seconds, 1), "command": server.command[3:], "points": points}

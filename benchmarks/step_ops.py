@@ -139,7 +139,6 @@ class SGLang:
         )
         from sglang.kernels.ops.speculative import dflash
         from sglang.kernels.ops.speculative.fused_kv_materialize import _fused_norm_rope_stacked
-        from sglang.srt.layers.activation import gelu_tanh_and_mul
 
         self.rope = apply_rope_with_cos_sin_cache_inplace
         self.kv_indices = create_flashinfer_kv_indices_triton
@@ -149,7 +148,6 @@ class SGLang:
         self.rmsnorm_residual = gemma_rmsnorm_residual_scalar
         self.dflash = dflash
         self.norm_and_rope = _fused_norm_rope_stacked
-        self.gelu = gelu_tanh_and_mul
 
     @classmethod
     def find(cls) -> SGLang | None:
@@ -285,10 +283,14 @@ class Maker:
         )
 
     def products(self, ops: Ops, theirs: SGLang | None) -> Iterator[Case]:
-        """Yield those that a kernel of ours serves at this size, with what must follow them."""
+        """Yield those that a kernel of ours serves at this size."""
         s = self.sizes
         attended = s.q_heads * s.head_dim
-        for name, width, depth in (("o", s.hidden, attended), ("down", s.hidden, s.mlp)):
+        for name, width, depth in (
+            ("q, k, v", attended + 2 * s.kv_heads * s.head_dim, s.hidden),
+            ("o", s.hidden, attended),
+            ("down", s.hidden, s.mlp),
+        ):
             weights = [self.normal(width, depth) for _ in range(s.weight_copies)]
             x = self.normal(self.rows, depth)
             if ops.thin_linear(x, weights[0]) is not None:
@@ -299,16 +301,6 @@ class Maker:
                     lambda turn, x=x, w=weights: TORCH.thin_linear(x, w[turn % len(w)]),
                     theirs and (lambda turn, x=x, w=weights: F.linear(x, w[turn % len(w)])),
                 )
-        weights = [self.normal(2 * s.mlp, s.hidden) for _ in range(s.weight_copies)]
-        x = self.normal(self.rows, s.hidden)
-        if ops.gated_linear(x, weights[0]) is not None:
-            yield Case(
-                "product, gate and up, and gelu",
-                weights[0].nbytes,
-                lambda turn: ops.gated_linear(x, weights[turn % len(weights)]),
-                lambda turn: TORCH.gated_linear(x, weights[turn % len(weights)]),
-                theirs and (lambda turn: theirs.gelu(F.linear(x, weights[turn % len(weights)]))),
-            )
 
     def argmax_rows(self, ops: Ops) -> Case:
         """SGLang widens to fp32, caps and takes torch's argmax: what the twin does."""

@@ -20,9 +20,7 @@ class DraftHead:
     first rank with the highest value holds the token that one big argmax would give.
     """
 
-    def __init__(
-        self, target_model: Any, vocab_size: int, ops: Ops, *, device_type: str = "cuda"
-    ) -> None:
+    def __init__(self, target_model: Any, vocab_size: int, ops: Ops) -> None:
         head = target_model.lm_head
         shard = getattr(head, "shard_indices", None)
         self._head = head
@@ -30,12 +28,11 @@ class DraftHead:
         self._start = shard.org_vocab_start_index if shard is not None else 0
         self._size = shard.num_org_elements if shard is not None else vocab_size
         self._group = compat.get_tp_group() if shard is not None else None
-        self._multiply = _multiply_on_cpu if device_type == "cpu" else _multiply
 
     def argmax(self, hidden: Tensor) -> Tensor:
         """Return the likeliest token of each hidden state [n, H], as [n] int64."""
         weight = self._head.weight
-        logits = self._multiply(hidden.to(weight.dtype), weight)[:, : self._size]
+        logits = _multiply(hidden.to(weight.dtype), weight)[:, : self._size]
         tokens = self._ops.argmax_rows(logits)
         if self._group is None or self._group.world_size == 1:
             return tokens
@@ -46,12 +43,8 @@ class DraftHead:
 
 
 def _multiply(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.matmul(x, weight.T)
-
-
-def _multiply_on_cpu(x: Tensor, weight: Tensor) -> Tensor:
-    product = products.multiply(x, weight)
-    return _multiply(x, weight) if product is None else product
+    product = products.multiply(x, weight) if x.device.type == "cpu" else None
+    return torch.matmul(x, weight.T) if product is None else product
 
 
 class VerifyHead:

@@ -38,8 +38,8 @@ class Engine:
         self.draft_runner = draft_runner
         target_model = self.target_runner.model
         draft_runner.model.share_embedding(target_model.get_input_embeddings())
+        self.head = DraftHead(target_model, config.drafter.vocab_size, ops)
         device_type = torch.device(draft_runner.device).type
-        self.head = DraftHead(target_model, config.drafter.vocab_size, ops, device_type=device_type)
         # torch.cuda; on a CPU torch's stand-in, where everything happens in order
         self.device_module = torch.get_device_module(device_type)
         self.plan_stream = self.device_module.Stream() if config.overlap.plan_stream else None

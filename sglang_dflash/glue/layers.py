@@ -136,10 +136,7 @@ class FusedLayer:
     def _feed_forward(self, x: Tensor) -> Tensor:
         """Return the MLP's result in parts, [S, n, H]."""
         mlp = self._layer.mlp
-        gated = self._ops.gated_linear(x, mlp.gate_up_proj.weight)
-        if gated is None:
-            gated = mlp.act_fn(mlp.gate_up_proj(x)[0])
-        return self._multiply(gated, mlp.down_proj)
+        return self._multiply(mlp.act_fn(mlp.gate_up_proj(x)[0]), mlp.down_proj)
 
     def _multiply(self, x: Tensor, linear: Any) -> Tensor:
         parts = self._ops.thin_linear(x, linear.weight)

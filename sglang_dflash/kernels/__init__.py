@@ -113,7 +113,6 @@ class Ops:
     norm_and_turn: NormAndTurn
     norm_add_norm: NormAddNorm
     thin_linear: ThinLinear
-    gated_linear: ThinLinear
 
 
 TORCH = Ops(
@@ -128,7 +127,6 @@ TORCH = Ops(
     norm_and_turn=reference.norm_and_turn,
     norm_add_norm=reference.norm_add_norm,
     thin_linear=reference.thin_linear,
-    gated_linear=reference.gated_linear,
 )
 
 
@@ -165,5 +163,4 @@ def triton_ops() -> Ops:
         norm_and_turn=qkv_norm.norm_and_turn,
         norm_add_norm=residual_norm.norm_add_norm,
         thin_linear=thin_linear.thin_linear,
-        gated_linear=thin_linear.gated_linear,
     )

@@ -221,15 +221,6 @@ def thin_linear(
     return torch.matmul(x, weight.T)[None]
 
 
-def gated_linear(
-    x: Tensor,  # [n, K]
-    weight: Tensor,  # [2 * N, K], gate above up
-) -> Tensor:
-    """Return gelu(x gate^T) * (x up^T), [n, N], the gelu in its tanh form."""
-    gate, up = torch.matmul(x, weight.T).float().chunk(2, dim=-1)
-    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(x.dtype)
-
-
 def norm_and_turn(
     qkv: Tensor,  # [n, (q_heads + 2 * kv_heads) * d], overwritten
     positions: Tensor,  # [n] int64

@@ -3,7 +3,7 @@
 With 16 rows a product is a read of its weight, and what surrounds the read costs as much as what
 is wrong with it. So: the weight is the tall operand of the tensor cores, the rows the narrow one; a
 weight with few rows is cut along its depth, too, and the parts are summed by the norm that follows
-(`residual_norm.py`), not by a launch of their own; gate and up are multiplied where they are made.
+(`residual_norm.py`), not by a launch of their own.
 On a GPU the launch overlaps the kernels before it: each program asks the cache for the head of its
 weight, which depends on nothing, and only then waits for its rows. Memory is busy with the weight
 while attention or a norm, which need little of it, still run.
@@ -31,7 +31,7 @@ MEASURED_ROWS = 16  # with more, the library's products gained as much
 
 @dataclass(frozen=True)
 class Tile:
-    block_n: int  # rows of the weight per program; of gate and of up each where there are two
+    block_n: int  # rows of the weight per program
     block_k: int
     splits: int
     num_warps: int
@@ -39,23 +39,13 @@ class Tile:
     prefetch: int = 0  # elements of each weight row to ask the cache for before waiting
 
 
-# (N, K, gated) -> measured on an H200 at 16 rows; other shapes are left to the library
-TILES: dict[tuple[int, int, bool], Tile] = {
-    (16384, 5376, False): Tile(
-        block_n=64, block_k=128, splits=1, num_warps=4, num_stages=4, prefetch=256
-    ),
-    (20480, 5376, False): Tile(
-        block_n=64, block_k=128, splits=1, num_warps=4, num_stages=4, prefetch=256
-    ),
-    (5376, 8192, False): Tile(
-        block_n=64, block_k=128, splits=3, num_warps=4, num_stages=4, prefetch=256
-    ),
-    (5376, 16384, False): Tile(
-        block_n=64, block_k=128, splits=3, num_warps=4, num_stages=4, prefetch=256
-    ),
-    (5376, 21504, False): Tile(
-        block_n=64, block_k=128, splits=3, num_warps=4, num_stages=4, prefetch=128
-    ),
+# (N, K) -> measured on an H200 at 16 rows; other shapes are left to the library
+TILES: dict[tuple[int, int], Tile] = {
+    (16384, 5376): Tile(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=4, prefetch=256),
+    (20480, 5376): Tile(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=4, prefetch=256),
+    (5376, 8192): Tile(block_n=64, block_k=128, splits=3, num_warps=4, num_stages=4, prefetch=256),
+    (5376, 16384): Tile(block_n=64, block_k=128, splits=3, num_warps=4, num_stages=4, prefetch=256),
+    (5376, 21504): Tile(block_n=64, block_k=128, splits=3, num_warps=4, num_stages=4, prefetch=128),
 }
 
 
@@ -63,7 +53,7 @@ TILES: dict[tuple[int, int, bool], Tile] = {
 @triton.jit
 def _product(
     x, weight, out, num_rows, x_stride, weight_stride,
-    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     PREFETCH: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):
@@ -79,13 +69,10 @@ def _product(
         if PREFETCH > 0:
             heads = tl.where(live_column, column, 0) * weight_stride + begin * BLOCK_K
             _ask_the_cache(weight + heads, PREFETCH)
-            if GATED:
-                _ask_the_cache(weight + N * weight_stride + heads, PREFETCH)
         gdc_wait()
         gdc_launch_dependents()
 
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in range(begin, end):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         rows = tl.load(
@@ -98,16 +85,6 @@ def _product(
             eviction_policy="evict_first",
         )
         total = tl.dot(part, rows, total, input_precision="ieee")
-        if GATED:
-            part = tl.load(
-                at[:, None] + N * weight_stride + k[None, :], mask=live_column[:, None], other=0.0,
-                eviction_policy="evict_first",
-            )
-            up = tl.dot(part, rows, up, input_precision="ieee")
-    if GATED:
-        # gelu by its tanh form, the tanh by a sigmoid, which saturates without overflow
-        inner = 0.7978845608028654 * (total + 0.044715 * total * total * total)
-        total = total * tl.sigmoid(2.0 * inner) * up
     place = (split * num_rows + row[None, :]) * N + column[:, None]
     live = live_column[:, None] & live_row[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=live)
@@ -127,32 +104,19 @@ def thin_linear(x: Tensor, weight: Tensor, *, tile: Tile | None = None) -> Tenso
     """Return parts [S, n, N] whose sum is what `reference.thin_linear` gives, in fp32 where there
     are several; None where the library's product is the better one."""
     width = weight.shape[0]
-    tile = tile or _measured(x, width, weight, gated=False)
+    if tile is None and x.shape[0] <= MEASURED_ROWS:
+        tile = TILES.get((width, weight.shape[1]))
     if tile is None:
         return None
     dtype = x.dtype if tile.splits == 1 else torch.float32
     out = torch.empty(tile.splits, x.shape[0], width, dtype=dtype, device=x.device)
-    _launch(x, weight, out, width, tile, gated=False)
+    _launch(x, weight, out, tile)
     return out
 
 
-def gated_linear(x: Tensor, weight: Tensor, *, tile: Tile | None = None) -> Tensor | None:
-    """Do what `reference.gated_linear` does, or return None as `thin_linear` may."""
-    width = weight.shape[0] // 2
-    tile = tile or _measured(x, width, weight, gated=True)
-    if tile is None:
-        return None
-    out = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, width, tile, gated=True)
-    return out
-
-
-def _measured(x: Tensor, width: int, weight: Tensor, *, gated: bool) -> Tile | None:
-    return TILES.get((width, weight.shape[1], gated)) if x.shape[0] <= MEASURED_ROWS else None
-
-
-def _launch(x: Tensor, weight: Tensor, out: Tensor, width: int, tile: Tile, *, gated: bool) -> None:
+def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile) -> None:
     rows, depth = x.shape
+    width = weight.shape[0]
     assert rows <= MAX_ROWS and depth % tile.block_k == 0, (x.shape, tile)
     # no program may ask past its own share of the depth
     assert tile.prefetch <= depth // tile.block_k // tile.splits * tile.block_k, tile
@@ -160,7 +124,6 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, width: int, tile: Tile, *, g
         *(x, weight, out, rows, x.stride(0), weight.stride(0)),
         N=width,
         K=depth,
-        GATED=gated,
         BLOCK_M=max(16, triton.next_power_of_2(rows)),
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,

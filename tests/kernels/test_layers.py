@@ -11,7 +11,7 @@ from sglang_dflash.kernels import reference
 if INTERPRETED or torch.cuda.is_available():
     from sglang_dflash.kernels.qkv_norm import norm_and_turn
     from sglang_dflash.kernels.residual_norm import norm_add_norm
-    from sglang_dflash.kernels.thin_linear import Tile, gated_linear, thin_linear
+    from sglang_dflash.kernels.thin_linear import Tile, thin_linear
 
 TYPES = [torch.float32, torch.bfloat16]
 
@@ -36,18 +36,6 @@ def test_parts_of_a_thin_product_add_up(splits: int, rows: int, dtype: torch.dty
     rounding = 1e-4 if parts.dtype == torch.float32 else 2**-7
     torch.testing.assert_close(parts.sum(0).double(), exact, atol=2e-4, rtol=rounding)
     assert (reference.thin_linear(x, weight)[0].double() - exact).abs().max() < 0.5
-
-
-@runs_kernel
-@pytest.mark.parametrize("dtype", TYPES, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("rows", [5, 16])
-def test_gated_product(rows: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(rows)
-    x, weight = draw(rows, 96, dtype=dtype), draw(2 * 80, 96, dtype=dtype) / 4
-    found = gated_linear(x, weight, tile=Tile(32, 32, 1, 4, 3, prefetch=32))
-    expected = reference.gated_linear(x.double().float(), weight.float())
-    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
 
 
 @runs_kernel

@@ -20,11 +20,10 @@ MIN_WEIGHT = 1 << 16
 
 
 def install() -> None:
-    """Have SGLang's linear layers and its head multiply blocks so, where torch has MKL."""
+    """Have SGLang's linear layers and its head multiply blocks so."""
     from sglang_dflash.glue.plugin import attach
 
-    if torch.backends.mkl.is_available():
-        attach({"unquantized_linear": _linear, "compute_lm_head": _head})
+    attach({"unquantized_linear": _linear, "compute_lm_head": _head})
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -34,7 +33,6 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | 
         x.shape[:-1] != (rows,)
         or not x.dtype == weight.dtype == torch.float32
         or weight.numel() < MIN_WEIGHT
-        or not torch.backends.mkl.is_available()
     ):
         return None
     packed = getattr(weight, "packed_for_blocks", None)
@@ -46,7 +44,9 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | 
 
 @functools.cache
 def block_rows() -> int | None:
-    """Return the rows of a block; None for a server without blocks."""
+    """Return the rows of a block; None for a server without blocks, and without MKL."""
+    if not torch.backends.mkl.is_available():
+        return None
     args = compat.get_server_args()
     return args.speculative_num_draft_tokens if args.speculative_algorithm == "DFLASH" else None
 
