@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,8 +33,9 @@ import openai
 import requests
 import systems
 from recipe_report import report
-from systems import ROOT, SYSTEMS, Serving
+from systems import ROOT, SYSTEMS
 
+from server import NO_ANSWER, START_TIMEOUT_S, ServerProcess
 from sglang_dflash.pairs import tiny_target
 
 LAUNCH = ROOT / "launch"
@@ -82,7 +82,7 @@ def plan(options: argparse.Namespace) -> list[Cell]:
     ]
 
 
-def serve(cell: Cell, options: argparse.Namespace) -> Serving:
+def serve(cell: Cell, options: argparse.Namespace) -> ServerProcess:
     """Start a recipe on its shapes."""
     command = [str(LAUNCH / f"{cell.recipe}.sh"), "--load-format", "dummy"]
     command += ["--tokenizer-path", str(options.tokenizer_path), *VARIANTS[cell.variant]]
@@ -93,16 +93,15 @@ def serve(cell: Cell, options: argparse.Namespace) -> Serving:
     if options.port != PORT:
         command += ["--port", str(options.port)]
     env = systems.switches(cell.system, cell.length) | {
-        "PYTHON": sys.executable,
         "TARGET": str(options.shapes / cell.recipe),
         "DRAFTER": str(options.shapes / f"{cell.recipe}-draft"),
         "PLAIN": str(int(cell.system == "plain")),
         "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token",
     }
-    return Serving(cell.system, command, env=env, port=options.port)
+    return ServerProcess(command, env=env, port=options.port)
 
 
-def ask_openai(server: Serving) -> dict[str, Any]:
+def ask_openai(server: ServerProcess) -> dict[str, Any]:
     """Ask through the OpenAI client; return what came. Random weights say nothing worth reading."""
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
     chat = client.chat.completions.create(
@@ -143,12 +142,12 @@ def run_cell(cell: Cell, options: argparse.Namespace, *, timeout_s: float) -> di
     ids = systems.prompt_ids(options.shapes / cell.recipe)
     server = serve(cell, options)
     try:
-        start_s = server.wait(timeout_s)
-        found: dict[str, Any] = {"start_s": round(start_s, 1), "openai": ask_openai(server)}
+        server.wait(timeout_s=timeout_s)
+        found: dict[str, Any] = {"start_s": server.start_s, "openai": ask_openai(server)}
         state = server.state()
         ours = state.get("sglang_dflash")
         assert (ours is not None) == (cell.system == "ours"), f"{cell.key} is not what serves"
-        found["memory_gb"] = memory_by_part(state, server.log.read_text(errors="replace"))
+        found["memory_gb"] = memory_by_part(state, server.log())
         if ours is not None:
             found["ours"] = {k: v for k, v in ours.items() if k not in ("acceptance", "drafter")}
         systems.run_batch(server.url, systems.draw_prompts(1, 32, "warm-up", ids), 32, "greedy")
@@ -173,14 +172,14 @@ def run_cell(cell: Cell, options: argparse.Namespace, *, timeout_s: float) -> di
         found["command"] = [word.replace(f"{ROOT}/", "") for word in server.command]
         return found
     except (requests.RequestException, openai.OpenAIError, AssertionError) as error:
-        end = server.log.read_text(errors="replace")[-3000:]
+        end = server.log()[-3000:]
         raise RuntimeError(f"{error}\n{end}") from error
     finally:
         server.stop()
         if options.logs:
             options.logs.mkdir(parents=True, exist_ok=True)
             name = cell.key.replace(" | ", "_")
-            (options.logs / f"{name}.log").write_bytes(server.log.read_bytes()[-1_000_000:])
+            (options.logs / f"{name}.log").write_text(server.log()[-1_000_000:])
 
 
 class Results:
@@ -227,11 +226,11 @@ def run(options: argparse.Namespace) -> tuple[Results, list[Cell]]:
         if left < (longest or FIRST_GUESS_S):
             break
         start = time.monotonic()
-        timeout_s = min(left, systems.START_TIMEOUT_S)
+        timeout_s = min(left, START_TIMEOUT_S)
         try:
             found = run_cell(cell, options, timeout_s=timeout_s)
         except RuntimeError as error:
-            if "no answer in time" in str(error) and timeout_s < systems.START_TIMEOUT_S:
+            if NO_ANSWER in str(error) and timeout_s < START_TIMEOUT_S:
                 break
             found = {"error": str(error)[-3000:]}
         longest = max(longest, time.monotonic() - start)

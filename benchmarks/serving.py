@@ -25,15 +25,17 @@ from typing import Any
 import requests
 import systems
 import torch
-from systems import SAMPLING, SYSTEMS, Serving, decode_rate, draw_prompts, run_batch
+from systems import SAMPLING, SYSTEMS, decode_rate, draw_prompts, run_batch
 from trace_split import report, split
+
+from server import ServerProcess
 
 PROFILED_STEPS = 10
 
 
 def serve(
     system: str, options: argparse.Namespace, switches: dict[str, str] | None = None
-) -> Serving:
+) -> ServerProcess:
     """Start one system's server; `switches` are further environment variables."""
     command = [sys.executable, "-m", "sglang.launch_server"]
     command += ["--attention-backend", options.attention_backend, "--skip-server-warmup"]
@@ -48,9 +50,9 @@ def serve(
         command += ["--speculative-num-draft-tokens", str(options.block_size)]
         if torch.cuda.is_available():
             command += ["--speculative-draft-attention-backend", options.draft_backend]
-    env = {"PYTHON": sys.executable, "PLAIN": str(int(system == "plain"))} | (switches or {})
+    env = {"PLAIN": str(int(system == "plain"))} | (switches or {})
     env |= systems.switches(system, options.simulate_accept_length)
-    return Serving(system, [*command, *options.server_args], env=env, port=options.port)
+    return ServerProcess([*command, *options.server_args], env=env, port=options.port)
 
 
 def warm_up(options: argparse.Namespace) -> None:
@@ -131,8 +133,8 @@ def profile(
 def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
     server = serve(system, options)
     try:
-        seconds = server.wait()
-        print(f"{system}: ready after {seconds:.0f} s", flush=True)
+        server.wait()
+        print(f"{system}: ready after {server.start_s:.0f} s", flush=True)
         warm_up(options)
         points: list[dict[str, Any]] = []
         splits: list[dict[str, Any]] = []
@@ -151,13 +153,13 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
                         splits.append(profile(num_requests, context, options, keep=options.logs))
                     except (RuntimeError, requests.RequestException, SystemExit) as error:
                         print(f"no trace: {error}", flush=True)
-        found = {"start_s": round(seconds, 1), "command": server.command[3:], "points": points}
+        found = {"start_s": server.start_s, "command": server.command[3:], "points": points}
         return found | ({"gpu_time": splits} if splits else {})
     finally:
         server.stop()
         if options.logs:
             options.logs.mkdir(parents=True, exist_ok=True)
-            (options.logs / f"{system}.log").write_bytes(server.log.read_bytes()[-2_000_000:])
+            (options.logs / f"{system}.log").write_text(server.log()[-2_000_000:])
 
 
 def compare_outputs(results: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ fp64 the two tokens at the first difference are equal to within TIE; anything el
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import sys
@@ -194,6 +195,15 @@ def memory_mb(server: Server) -> float:
     return sum(process.memory_info().rss for process in family) / 2**20
 
 
+def warm_up(*servers: Server) -> None:
+    """Ask for one answer of each kind, so that nothing is compiled while requests wait."""
+    for server in servers:
+        for kind in KINDS.values():
+            params = {**kind, **({"sampling_seed": 1} if kind["temperature"] else {})}
+            server.generate([5, 6, 7], max_new_tokens=8, **params)
+            server.generate_all([[5, 6, 7]] * 4, max_new_tokens=8, **params)
+
+
 def storm(plain: Server, dflash: Server, options: argparse.Namespace) -> dict[str, Any]:
     """Run the storm and return what came of it."""
     chance = random.Random(options.seed)
@@ -243,11 +253,9 @@ def storm(plain: Server, dflash: Server, options: argparse.Namespace) -> dict[st
 
 def leftovers(server: Server) -> dict[str, Any]:
     """Return what the server still holds once nothing is asked of it."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if requests.post(f"{server.url}/flush_cache", timeout=30).ok:
-            break
-        time.sleep(0.5)
+    # without success the free slots tell
+    with contextlib.suppress(RuntimeError):
+        server.flush_cache()
     state = server.state()["sglang_dflash"]
     return {
         "free_kv_slots": state["free_kv_slots"],
@@ -292,6 +300,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     try:
         plain.wait()
         dflash.wait()
+        warm_up(plain, dflash)
         return storm(plain, dflash, options)
     finally:
         plain.stop()

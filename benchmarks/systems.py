@@ -1,4 +1,4 @@
-"""What the benchmarks share: the three systems as servers, load on them, and results on disk.
+"""What the benchmarks share: the three systems, load on their servers, and results on disk.
 
 A result file carries its command, commit, versions and GPU; a picture needs matplotlib.
 """
@@ -8,13 +8,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +21,12 @@ from typing import Any
 import requests
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "launch"))
 SYSTEMS = ("plain", "in-tree", "ours")
 SAMPLING = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0, "top_p": 0.95, "top_k": 64},
 }
-START_TIMEOUT_S = 420
 PROMPT_IDS = (1000, 50000)
 PANELS_PER_ROW = 5
 
@@ -43,68 +39,6 @@ def switches(system: str, simulate_accept_length: float = 0.0) -> dict[str, str]
     if simulate_accept_length:
         found["SGLANG_SIMULATE_ACC_LEN"] = str(simulate_accept_length)
     return found
-
-
-def _leave(*_: object) -> None:
-    raise SystemExit("stopped by a signal")
-
-
-class Serving:
-    """One system's server, from start to stop."""
-
-    def __init__(self, system: str, command: list[str], *, env: dict[str, str], port: int) -> None:
-        self.command = command
-        self.url = f"http://127.0.0.1:{port}"
-        with contextlib.suppress(requests.RequestException):
-            requests.get(f"{self.url}/health", timeout=5)
-            raise SystemExit(
-                f"{self.url} is answered already, so {system} would not be what is measured. "
-                "Stop the server there first."
-            )
-        if threading.current_thread() is threading.main_thread():
-            # `timeout` ends a benchmark so: the server must not outlive it
-            signal.signal(signal.SIGTERM, _leave)
-        handle, name = tempfile.mkstemp(suffix=f"-{system}.log")
-        self.log = Path(name)
-        self._start = time.monotonic()
-        self._process = subprocess.Popen(
-            command,
-            stdout=handle,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **env},
-            start_new_session=True,
-        )
-        os.close(handle)
-
-    def wait(self, timeout_s: float = START_TIMEOUT_S) -> float:
-        """Return the seconds it took until the server answered."""
-        while time.monotonic() - self._start < timeout_s:
-            if self._process.poll() is not None:
-                raise RuntimeError(f"server ended:\n{self.log.read_text()[-3000:]}")
-            with contextlib.suppress(requests.RequestException):
-                if requests.get(f"{self.url}/health", timeout=5).ok:
-                    return time.monotonic() - self._start
-            time.sleep(1)
-        raise RuntimeError(f"no answer in time:\n{self.log.read_text()[-3000:]}")
-
-    def state(self) -> dict[str, Any]:
-        """Return the scheduler's part of /server_info."""
-        response = requests.get(f"{self.url}/server_info", timeout=60)
-        response.raise_for_status()
-        return response.json()["internal_states"][0]
-
-    def flush_cache(self) -> None:
-        """Forget every prefix, once the server is idle."""
-        deadline = time.monotonic() + 60
-        while not requests.post(f"{self.url}/flush_cache", timeout=60).ok:
-            if time.monotonic() > deadline:
-                raise RuntimeError("the server does not become idle")
-            time.sleep(0.2)
-
-    def stop(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
 
 def generate(url: str, ids: list[int], new_tokens: int, sampling: str) -> dict[str, Any]:

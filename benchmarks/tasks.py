@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,13 +32,11 @@ import openai
 import requests
 import systems
 import torch
-from systems import ROOT, SYSTEMS, Serving
+from systems import ROOT, SYSTEMS
 from task_report import Answer, compare, draw, is_right, tables
 
+from server import ServerProcess, free_port
 from sglang_dflash.pairs import tiny_drafter, tiny_target
-
-sys.path.insert(0, str(ROOT / "launch"))
-from server import free_port  # noqa: E402
 
 TASKS = ("gsm8k", "math500", "humaneval", "mbpp", "mtbench")
 REQUEST_TIMEOUT_S = 1800
@@ -70,7 +67,7 @@ def read_questions(folder: Path, task: str, limit: int) -> list[Question]:
     return questions[: limit or None]
 
 
-def serve(system: str, options: argparse.Namespace) -> Serving:
+def serve(system: str, options: argparse.Namespace) -> ServerProcess:
     """Start one system's server by the script that a user would start it with."""
     port = free_port()
     if torch.cuda.is_available():
@@ -80,8 +77,8 @@ def serve(system: str, options: argparse.Namespace) -> Serving:
         if system != "plain":
             command += ["--speculative-draft-model-path", options.draft_model_path]
     command += [*options.server_args, "--port", str(port)]
-    env = {"PYTHON": sys.executable, "PLAIN": str(int(system == "plain"))}
-    return Serving(system, command, env=systems.switches(system) | env, port=port)
+    env = {"PLAIN": str(int(system == "plain"))}
+    return ServerProcess(command, env=systems.switches(system) | env, port=port)
 
 
 def ask(
@@ -126,7 +123,7 @@ def ask(
 
 
 def ask_all(
-    server: Serving, questions: Iterable[Question], point: Point, options: argparse.Namespace
+    server: ServerProcess, questions: Iterable[Question], point: Point, options: argparse.Namespace
 ) -> tuple[float, list[Answer], list[str]]:
     """Keep as many questions in flight as the point says; return the time, answers and failures.
 
@@ -159,7 +156,7 @@ def ask_all(
     return time.monotonic() - start, answers, failures
 
 
-def meter(server: Serving) -> dict[str, int] | None:
+def meter(server: ServerProcess) -> dict[str, int] | None:
     """Return the server's own counts, None where our DFLASH does not run."""
     ours = server.state().get("sglang_dflash")
     if ours is None:
@@ -168,7 +165,7 @@ def meter(server: Serving) -> dict[str, int] | None:
 
 
 def measure(
-    server: Serving, questions: list[Question], point: Point, options: argparse.Namespace
+    server: ServerProcess, questions: list[Question], point: Point, options: argparse.Namespace
 ) -> tuple[dict[str, Any], list[Answer]]:
     """Return one point's numbers and its answers."""
     server.flush_cache()
@@ -234,7 +231,7 @@ class Run:
         result = self.results[system] = {"points": []}
         server = serve(system, self.options)
         try:
-            result["start_s"] = round(server.wait(), 1)
+            result["start_s"] = server.wait().start_s
             result["command"] = [word.replace(f"{ROOT}/", "") for word in server.command]
             print(f"{system}: ready after {result['start_s']:.0f} s", flush=True)
             self._warm_up(server)
@@ -251,10 +248,9 @@ class Run:
             server.stop()
             if self.options.logs:
                 self.options.logs.mkdir(parents=True, exist_ok=True)
-                log = server.log.read_bytes()[-2_000_000:]
-                (self.options.logs / f"{system}.log").write_bytes(log)
+                (self.options.logs / f"{system}.log").write_text(server.log()[-2_000_000:])
 
-    def _warm_up(self, server: Serving) -> None:
+    def _warm_up(self, server: ServerProcess) -> None:
         first = [questions[0] for questions in self.questions.values() if questions]
         short = argparse.Namespace(**vars(self.options))
         short.max_tokens, short.seconds_per_point = WARM_UP_TOKENS, 0

@@ -41,4 +41,6 @@ if [ "${DRY_RUN:-0}" = 1 ]; then
   echo "$python -m sglang.launch_server ${args[*]} $*"
   exit 0
 fi
+# FA4 compiles its kernels at every start, half a minute of it, unless told to keep them on disk
+export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1}
 exec "$python" -m sglang.launch_server "${args[@]}" "$@"

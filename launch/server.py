@@ -1,4 +1,4 @@
-"""A server on this machine, started by launch/cpu.sh; for the demo and the tests."""
+"""Servers on this machine, from start to stop; for the demo, the tests and the benchmarks."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import openai
 import requests
 
 ROOT = Path(__file__).resolve().parent.parent
-START_TIMEOUT_S = 300
+START_TIMEOUT_S = 420
+NO_ANSWER = "the server did not answer in time"
 PORTS = range(20000, 32000)
 STOP_TIMEOUT_S = 3
+IDLE_TIMEOUT_S = 60
 
 
 def free_port() -> int:
@@ -38,58 +40,58 @@ def free_port() -> int:
             return port
 
 
-class Server:
-    """`with Server("--context-length", "256") as server:` serves until the block ends."""
+class ServerProcess:
+    """A server and every process it starts, until `stop` or the end of this program."""
 
-    script = ROOT / "launch" / "cpu.sh"
-
-    def __init__(self, *args: str, plain: bool = False, env: dict[str, str] | None = None) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+    def __init__(self, command: list[str], *, port: int, env: dict[str, str]) -> None:
+        self.command = command
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.start_s: float | None = None
+        with contextlib.suppress(requests.RequestException):
+            requests.get(f"{self.url}/health", timeout=5)
+            raise SystemExit(
+                f"{self.url} is answered already, so this server would not be the one that is "
+                "asked. Stop the server there first."
+            )
+        if threading.current_thread() is threading.main_thread():
+            # `timeout` ends a program so: its servers must not outlive it
+            signal.signal(signal.SIGTERM, _leave)
         handle, name = tempfile.mkstemp(prefix="sglang-dflash-", suffix=".log")
         self._log = Path(name)
+        self._began = time.monotonic()
         self._process = subprocess.Popen(
-            [str(self.script), *args, "--port", str(self.port)],
+            command,
             stdout=handle,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={
-                **os.environ,
-                "PYTHON": sys.executable,
-                "PLAIN": str(int(plain)),
-                # tiny models: a second thread costs more than it brings
-                "OMP_NUM_THREADS": "1",
-                **(env or {}),
-            },
+            env={**os.environ, "PYTHON": sys.executable, **env},
         )
         os.close(handle)
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         return self.wait()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def wait(self, on_wait: Callable[[], None] = lambda: None) -> Server:
+    def wait(
+        self, on_wait: Callable[[], None] = lambda: None, *, timeout_s: float = START_TIMEOUT_S
+    ) -> Self:
         """Return when the server answers, calling `on_wait` now and then; raise with the end of
         its log if it stops instead."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
+        while time.monotonic() - self._began < timeout_s:
             on_wait()
             if self._process.poll() is not None:
                 raise RuntimeError(f"the server ended at start-up:\n{self.log()[-4000:]}")
             try:
                 if requests.get(f"{self.url}/health", timeout=10).ok:
+                    self.start_s = round(time.monotonic() - self._began, 1)
                     return self
             except requests.RequestException:
                 time.sleep(0.3)
         self.stop()
-        raise RuntimeError(f"the server did not answer in time:\n{self.log()[-4000:]}")
+        raise RuntimeError(f"{NO_ANSWER}:\n{self.log()[-4000:]}")
 
     @property
     def pid(self) -> int:
@@ -101,6 +103,20 @@ class Server:
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
+    def state(self) -> dict[str, Any]:
+        """Return the scheduler's part of /server_info."""
+        response = requests.get(f"{self.url}/server_info", timeout=60)
+        response.raise_for_status()
+        return response.json()["internal_states"][0]
+
+    def flush_cache(self) -> None:
+        """Forget every prefix, once the server is idle."""
+        deadline = time.monotonic() + IDLE_TIMEOUT_S
+        while not requests.post(f"{self.url}/flush_cache", timeout=60).ok:
+            if time.monotonic() > deadline:
+                raise RuntimeError("the server does not become idle")
+            time.sleep(0.2)
+
     def stop(self) -> None:
         """End the server and every process it started. Its log stays readable."""
         self._process.terminate()
@@ -109,6 +125,25 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def _leave(*_: object) -> None:
+    raise KeyboardInterrupt("stopped by a signal")
+
+
+class Server(ServerProcess):
+    """`with Server("--context-length", "256") as server:` serves until the block ends."""
+
+    script = ROOT / "launch" / "cpu.sh"
+
+    def __init__(self, *args: str, plain: bool = False, env: dict[str, str] | None = None) -> None:
+        port = free_port()
+        super().__init__(
+            [str(self.script), *args, "--port", str(port)],
+            port=port,
+            # tiny models: a second thread costs more than it brings
+            env={"PLAIN": str(int(plain)), "OMP_NUM_THREADS": "1", **(env or {})},
+        )
 
     @property
     def client(self) -> openai.OpenAI:
@@ -141,11 +176,6 @@ class Server:
                     rids or [None] * len(prompts),
                 )
             )
-
-    def state(self) -> dict[str, Any]:
-        response = requests.get(f"{self.url}/server_info", timeout=60)
-        response.raise_for_status()
-        return response.json()["internal_states"][0]
 
     def acceptance(self) -> dict[str, Any]:
         """Return our meter's snapshot."""

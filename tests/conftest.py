@@ -38,9 +38,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = group_by_schedule(items)
     if HAS_GPU:
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def group_by_schedule(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests with those of one schedule together, where the first of them stood.
+
+    Some releases of pytest go back and forth between schedules, with new servers each time.
+    """
+    schedules = {item: _schedule(item) for item in items}
+    together = [item for item in items if schedules[item]]
+    if not together:
+        return items
+    names = list(SCHEDULES)
+    together.sort(key=lambda item: names.index(schedules[item]))
+    first = next(i for i, item in enumerate(items) if schedules[item])
+    return items[:first] + together + [item for item in items[first:] if not schedules[item]]
+
+
+def _schedule(item: pytest.Item) -> str:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("schedule", "") if callspec else ""
