@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,29 +113,6 @@ def ask_openai(server: ServerProcess) -> dict[str, Any]:
     return {"completion_tokens": chat.usage.completion_tokens}
 
 
-def memory_by_part(state: dict[str, Any], log: str) -> dict[str, Any]:
-    """Return gigabytes by part: the target's from /server_info, the drafter's from the log.
-
-    SGLang's log has a "Load weight end" and a "Memory pool end" per model, the target's first.
-    """
-    usage = state["memory_usage"]
-    weights = re.findall(r"Load weight end\..*mem usage=([\d.]+) GB", log)
-    pools = re.findall(r"Memory pool end\. avail mem=([\d.]+) GB", log)
-    found = {
-        "target_weights": usage["weight"],
-        "target_kv": usage["kvcache"],
-        "graphs": round(sum(usage["graph"].values()), 3),
-        "free_after_start": usage["startup_available"],
-        "kv_tokens": usage["token_capacity"],
-        "kv_tokens_sliding": usage["token_capacity_swa"],
-    }
-    if len(weights) > 1:
-        found["draft_weights"] = float(weights[1])
-    if len(pools) > 1:
-        found["draft_kv"] = round(float(pools[0]) - float(pools[1]), 2)
-    return found
-
-
 def run_cell(cell: Cell, options: argparse.Namespace, *, timeout_s: float) -> dict[str, Any]:
     """Start a server and measure it. Raise RuntimeError with the end of its log if it fails."""
     ids = systems.prompt_ids(options.shapes / cell.recipe)
@@ -147,7 +123,7 @@ def run_cell(cell: Cell, options: argparse.Namespace, *, timeout_s: float) -> di
         state = server.state()
         ours = state.get("sglang_dflash")
         assert (ours is not None) == (cell.system == "ours"), f"{cell.key} is not what serves"
-        found["memory_gb"] = memory_by_part(state, server.log())
+        found["memory_gb"] = systems.memory_by_part(state, server.log())
         if ours is not None:
             found["ours"] = {k: v for k, v in ours.items() if k not in ("acceptance", "drafter")}
         systems.run_batch(server.url, systems.draw_prompts(1, 32, "warm-up", ids), 32, "greedy")

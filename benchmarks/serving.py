@@ -154,6 +154,8 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
                     except (RuntimeError, requests.RequestException, SystemExit) as error:
                         print(f"no trace: {error}", flush=True)
         found = {"start_s": server.start_s, "command": server.command[3:], "points": points}
+        if torch.cuda.is_available():
+            found["memory_gb"] = systems.memory_by_part(server.state(), server.log())
         return found | ({"gpu_time": splits} if splits else {})
     finally:
         server.stop()

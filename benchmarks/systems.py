@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -38,6 +39,29 @@ def switches(system: str, simulate_accept_length: float = 0.0) -> dict[str, str]
     found = {"SGLANG_DFLASH": "on" if system == "ours" else "off"}
     if simulate_accept_length:
         found["SGLANG_SIMULATE_ACC_LEN"] = str(simulate_accept_length)
+    return found
+
+
+def memory_by_part(state: dict[str, Any], log: str) -> dict[str, Any]:
+    """Return gigabytes by part: the target's from /server_info, the drafter's from the log.
+
+    SGLang's log has a "Load weight end" and a "Memory pool end" per model, the target's first.
+    """
+    usage = state["memory_usage"]
+    weights = re.findall(r"Load weight end\..*mem usage=([\d.]+) GB", log)
+    pools = re.findall(r"Memory pool end\. avail mem=([\d.]+) GB", log)
+    found = {
+        "target_weights": usage["weight"],
+        "target_kv": usage["kvcache"],
+        "graphs": round(sum(usage["graph"].values()), 3),
+        "free_after_start": usage["startup_available"],
+        "kv_tokens": usage["token_capacity"],
+        "kv_tokens_sliding": usage["token_capacity_swa"],
+    }
+    if len(weights) > 1:
+        found["draft_weights"] = float(weights[1])
+    if len(pools) > 1:
+        found["draft_kv"] = round(float(pools[0]) - float(pools[1]), 2)
     return found
 
 

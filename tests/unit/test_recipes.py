@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import recipes
+import systems
 from recipe_report import report
 
 
@@ -119,6 +120,6 @@ def test_memory_is_read_part_by_part() -> None:
         "token_capacity_swa": None,
         "graph": {"decode": 1.0, "prefill": 0.5},
     }
-    found = recipes.memory_by_part({"memory_usage": usage}, log)
+    found = systems.memory_by_part({"memory_usage": usage}, log)
     assert (found["draft_weights"], found["draft_kv"], found["graphs"]) == (1.96, 10.25, 1.5)
     assert (found["target_weights"], found["target_kv"]) == (15.27, 87.5)
