@@ -8,6 +8,8 @@ lengths, so that prefill and start drop out. Writes OUT.json (command, commit, v
 OUT.md (the table) and OUT.png (rate over requests) after each system; the same command again
 measures what is missing. `--picture OUT.json` draws the picture again. Arguments that this script
 does not know go to the servers. Without a GPU they are those of launch/cpu.sh.
+
+What overlap scheduling brings: `--systems ours-in-turn ours ours-plan-stream --trace`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 import requests
 import systems
 import torch
-from systems import SAMPLING, SYSTEMS, decode_rate, draw_prompts, run_batch
+from systems import SAMPLING, SCHEDULES, SYSTEMS, decode_rate, draw_prompts, run_batch
 from trace_split import report, split
 
 from server import ServerProcess
@@ -33,10 +35,8 @@ from server import ServerProcess
 PROFILED_STEPS = 10
 
 
-def serve(
-    system: str, options: argparse.Namespace, switches: dict[str, str] | None = None
-) -> ServerProcess:
-    """Start one system's server; `switches` are further environment variables."""
+def serve(system: str, options: argparse.Namespace) -> ServerProcess:
+    """Start one system's server."""
     command = [sys.executable, "-m", "sglang.launch_server"]
     command += ["--attention-backend", options.attention_backend, "--skip-server-warmup"]
     if not torch.cuda.is_available():
@@ -50,7 +50,7 @@ def serve(
         command += ["--speculative-num-draft-tokens", str(options.block_size)]
         if torch.cuda.is_available():
             command += ["--speculative-draft-attention-backend", options.draft_backend]
-    env = {"PLAIN": str(int(system == "plain"))} | (switches or {})
+    env = {"PLAIN": str(int(system == "plain"))}
     env |= systems.switches(system, options.simulate_accept_length)
     return ServerProcess([*command, *options.server_args], env=env, port=options.port)
 
@@ -147,10 +147,11 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
                     shown = {k: v for k, v in point.items() if k != "output_ids"}
                     print(f"{system}: {shown}", flush=True)
                     points.append(point)
-                if options.trace and system == "ours":
+                if options.trace and system.startswith("ours"):
                     # a trace that fails must not cost the measurements
                     try:
-                        splits.append(profile(num_requests, context, options, keep=options.logs))
+                        keep = options.logs and options.logs / system
+                        splits.append(profile(num_requests, context, options, keep=keep))
                     except (RuntimeError, requests.RequestException, SystemExit) as error:
                         print(f"no trace: {error}", flush=True)
         found = {"start_s": server.start_s, "command": server.command[3:], "points": points}
@@ -186,7 +187,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model-path")
     parser.add_argument("--draft-model-path")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument(
+        "--systems", nargs="+", choices=[*SYSTEMS, *SCHEDULES], default=list(SYSTEMS)
+    )
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--contexts", nargs="+", type=int, default=[512])
     parser.add_argument("--sampling", nargs="+", choices=list(SAMPLING), default=["greedy"])
@@ -278,7 +281,7 @@ def table(results: dict[str, Any]) -> str:
     lines.append("|" + "---|" * (len(results) + 4))
     for (sampling, context, num_requests), found in rates(results).items():
         cells = [
-            f"{found[s]['tokens_per_s']:.1f} ({found[s]['step_ms']:.1f})" if s in found else ""
+            f"{found[s]['tokens_per_s']:.1f} ({found[s]['step_ms']:.2f})" if s in found else ""
             for s in results
         ]
         ratio = ""
@@ -287,7 +290,31 @@ def table(results: dict[str, Any]) -> str:
             ratio = f"{quotient:.2f}x"
         point = f"| {sampling} | {context} | {num_requests} | "
         lines.append(point + " | ".join(cells) + f" | {ratio} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *idle_shares(results)])
+
+
+def idle_shares(results: dict[str, Any]) -> list[str]:
+    """Return a table of the GPU's idle time in greedy steps, for the systems that were traced."""
+    traced = {name: r["gpu_time"] for name, r in results.items() if r.get("gpu_time")}
+    if not traced:
+        return []
+    points = sorted({(s["context"], s["requests"]) for splits in traced.values() for s in splits})
+    lines = ["", "| GPU idle: context | requests | " + " | ".join(traced) + " |"]
+    lines.append("|" + "---|" * (len(traced) + 2))
+    for context, num_requests in points:
+        shares = [
+            next(
+                (
+                    f"{split['idle_share']:.1%}"
+                    for split in splits
+                    if (split["context"], split["requests"]) == (context, num_requests)
+                ),
+                "",
+            )
+            for splits in traced.values()
+        ]
+        lines.append(f"| {context} | {num_requests} | " + " | ".join(shares) + " |")
+    return lines
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

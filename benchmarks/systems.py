@@ -24,6 +24,11 @@ import requests
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "launch"))
 SYSTEMS = ("plain", "in-tree", "ours")
+# ours with overlap scheduling off, and on with the plan stream
+SCHEDULES = {
+    "ours-in-turn": {"SGLANG_ENABLE_DFLASH_SPEC_V2": "0"},
+    "ours-plan-stream": {"OVERLAP": "1", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"},
+}
 SAMPLING = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0, "top_p": 0.95, "top_k": 64},
@@ -36,7 +41,7 @@ def switches(system: str, simulate_accept_length: float = 0.0) -> dict[str, str]
     """Return the environment that makes a server one of the systems; plain needs nothing."""
     if system == "plain":
         return {}
-    found = {"SGLANG_DFLASH": "on" if system == "ours" else "off"}
+    found = {"SGLANG_DFLASH": "off" if system == "in-tree" else "on", **SCHEDULES.get(system, {})}
     if simulate_accept_length:
         found["SGLANG_SIMULATE_ACC_LEN"] = str(simulate_accept_length)
     return found

@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import serving
 import systems
 
 
@@ -38,3 +39,26 @@ def test_prompts_stay_inside_the_vocabulary(tmp_path: Path) -> None:
     assert systems.prompt_ids(tmp_path) == (250, 500)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 262_144}))
     assert systems.prompt_ids(tmp_path) == systems.PROMPT_IDS
+
+
+def test_each_system_has_the_switches_that_make_it():
+    assert systems.switches("plain", 8) == {}
+    assert systems.switches("in-tree", 8)["SGLANG_DFLASH"] == "off"
+    for name in ("ours", *systems.SCHEDULES):
+        assert systems.switches(name)["SGLANG_DFLASH"] == "on"
+    assert systems.switches("ours-in-turn")["SGLANG_ENABLE_DFLASH_SPEC_V2"] == "0"
+    assert systems.switches("ours-plan-stream")["SGLANG_ENABLE_OVERLAP_PLAN_STREAM"] == "1"
+
+
+def test_the_table_shows_idle_time_of_what_was_traced():
+    point = {"context": 512, "requests": 8, "tokens_per_s": 100.0, "step_ms": 20.0}
+    split = {"context": 512, "requests": 8, "idle_share": 0.0125}
+    results = {
+        "ours": {"points": [point], "gpu_time": [split]},
+        "in-tree": {"points": [{**point, "tokens_per_s": 50.0}]},
+    }
+    shown = serving.table(results)
+    assert "| greedy | 512 | 8 | 100.0 (20.00) | 50.0 (20.00) | 2.00x |" in shown
+    assert shown.endswith(
+        "| GPU idle: context | requests | ours |\n|---|---|---|\n| 512 | 8 | 1.2% |"
+    )
