@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import random
@@ -68,6 +69,7 @@ class ServerProcess:
             env={**os.environ, "PYTHON": sys.executable, **env},
         )
         os.close(handle)
+        atexit.register(self.stop)
 
     def __enter__(self) -> Self:
         return self.wait()
@@ -125,6 +127,7 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        atexit.unregister(self.stop)
 
 
 def _leave(*_: object) -> None:
