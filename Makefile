@@ -5,13 +5,19 @@ VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 
+# a Python that has SGLang, this package and a GPU serves there; otherwise ours, on the CPU
+HAS_GPU := import sys, torch, importlib.util as u; \
+  sys.exit(not (torch.cuda.is_available() and u.find_spec("sglang") and u.find_spec("sglang_dflash")))
+RUN = if $(PYTHON) -c '$(HAS_GPU)' 2>/dev/null; then python=$(PYTHON); \
+  else $(MAKE) --no-print-directory venv && python=$(BIN)/python; fi && $$python
+
 .PHONY: demo chat test lint venv clean
 
-demo: venv
-	@$(BIN)/python launch/demo.py
+demo:
+	@$(RUN) launch/demo.py
 
-chat: venv
-	@$(BIN)/python launch/demo.py --chat
+chat:
+	@$(RUN) launch/demo.py --chat
 
 test: venv lint
 	@$(BIN)/python -m pytest --durations=15

@@ -1,34 +1,74 @@
-"""Serve the embedded pair on this machine, ask it something, and show what DFlash does.
+"""Serve a pair on this machine, ask it something, and show what DFlash does.
 
     python launch/demo.py           # questions, acceptance, and speed beside plain decoding
     python launch/demo.py --chat    # ask yourself
+    python launch/demo.py --model-path M --draft-model-path D    # a pair of your own
 
-Two servers run side by side, with and without speculation, so that the speeds come from one run.
+Two servers run side by side, with and without speculation, so that the speeds come from one run;
+on a GPU, if there is one that torch can use.
 """
 
 from __future__ import annotations
 
 import argparse
-import signal
+import os
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from transformers import AutoTokenizer
 
-from server import Server
-from sglang_dflash.pairs import tiny_target
+from server import ROOT, Server
+from sglang_dflash.pairs import tiny_drafter, tiny_target
 from stream import Answer, show, stream_pieces
 
-QUESTIONS = (
+# what the embedded pair has learnt
+TINY_QUESTIONS = (
     "Please tell me a short story about Otto, a curious hare.",
     "Write the 8 times table up to 7.",
     "Describe the island of Hollow as JSON.",
     "Name the months of the year, beginning with March.",
 )
+QUESTIONS = (
+    "Please tell me a short story about a curious hare.",
+    "Write a Python function that tells whether a number is prime.",
+    "A train goes 60 miles an hour. How far does it go in two and a half hours?",
+    "Name the months of the year, beginning with March.",
+)
 ROUNDS = 3
+PATIENCE_S = 60  # after which no further round begins
 MAX_TOKENS = 300
 BAR_WIDTH = 40
+
+
+@dataclass(frozen=True)
+class Pair:
+    target: str
+    drafter: str
+
+    @property
+    def is_tiny(self) -> bool:
+        return self.target == str(tiny_target())
+
+    @property
+    def questions(self) -> tuple[str, ...]:
+        return TINY_QUESTIONS if self.is_tiny else QUESTIONS
+
+    def serve(self, *, plain: bool = False) -> Server:
+        if torch.cuda.is_available():
+            # two servers share the card
+            return GpuServer(self.target, self.drafter, plain=plain, env={"MEM_FRACTION": "0.4"})
+        args = ["--model-path", self.target]
+        if not plain:
+            args += ["--speculative-draft-model-path", self.drafter]
+        threads = 1 if self.is_tiny else os.cpu_count()
+        return Server(*args, plain=plain, env={"OMP_NUM_THREADS": str(threads)})
+
+
+class GpuServer(Server):
+    script = ROOT / "launch" / "serve.sh"
 
 
 class Speed(NamedTuple):
@@ -41,20 +81,25 @@ class Speed(NamedTuple):
 
 
 def main() -> None:
-    # SIGTERM unwinds like Ctrl-C, so that the servers are stopped either way
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chat", action="store_true", help="read questions from the terminal")
+    parser.add_argument("--model-path", help="a target; the embedded pair unless given")
+    parser.add_argument("--draft-model-path", help="its drafter")
     options = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(tiny_target())
-    dflash = Server()
-    servers = [dflash] if options.chat else [Server(plain=True), dflash]
+    if bool(options.model_path) != bool(options.draft_model_path):
+        parser.error("--model-path and --draft-model-path make a pair: give both, or neither")
+    pair = Pair(
+        options.model_path or str(tiny_target()), options.draft_model_path or str(tiny_drafter())
+    )
+    tokenizer = AutoTokenizer.from_pretrained(pair.target)
+    dflash = pair.serve()
+    servers = [dflash] if options.chat else [pair.serve(plain=True), dflash]
     try:
         wait_with_clock(*servers)
         if options.chat:
             chat(dflash, tokenizer)
         else:
-            demonstrate(*servers, tokenizer)
+            demonstrate(*servers, tokenizer, pair.questions)
     except KeyboardInterrupt:
         print("\nstopped")
         sys.exit(130)
@@ -63,14 +108,14 @@ def main() -> None:
             server.stop()
 
 
-def demonstrate(plain: Server, dflash: Server, tokenizer: Any) -> None:
+def demonstrate(plain: Server, dflash: Server, tokenizer: Any, questions: tuple[str, ...]) -> None:
     print("Accepted drafts are green, the target's own tokens are not (⟦ ⟧ without a terminal).")
     before = dflash.acceptance()
-    for question in QUESTIONS:
+    for question in questions:
         print(f"\n> {question}")
         tell(dflash, tokenizer, [{"role": "user", "content": question}])
     print()
-    speeds = measure(plain, dflash)
+    speeds = measure(plain, dflash, questions)
     report(before, dflash.acceptance(), speeds)
 
 
@@ -143,15 +188,18 @@ def ask(server: Server, question: str) -> Speed:
     return Speed(tokens, time.monotonic() - start)
 
 
-def measure(plain: Server, dflash: Server) -> dict[str, Speed]:
+def measure(plain: Server, dflash: Server, questions: tuple[str, ...]) -> dict[str, Speed]:
     """Ask both servers the same questions in turn; the best round of each counts."""
     best: dict[str, Speed] = {}
+    start = time.monotonic()
     for i in range(ROUNDS):
+        if i and time.monotonic() - start > PATIENCE_S:
+            break
         clear_line()
         if sys.stdout.isatty():
             print(f"measuring, round {i + 1} of {ROUNDS}", end="", flush=True)
         for name, server in (("plain decoding", plain), ("DFlash", dflash)):
-            answers = [ask(server, question) for question in QUESTIONS]
+            answers = [ask(server, question) for question in questions]
             total = Speed(sum(a.tokens for a in answers), sum(a.seconds for a in answers))
             if name not in best or total.rate > best[name].rate:
                 best[name] = total

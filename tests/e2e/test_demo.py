@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+import demo
 from server import Server
 from stream import Answer, Piece, show, stream_pieces
 
@@ -35,6 +36,13 @@ def test_stream_tells_accepted_drafts_apart(
             model="default", messages=messages, temperature=0, max_tokens=MAX_TOKENS
         ).choices
         assert "".join(piece.text for piece in pieces) == answer.text == expected.message.content
+
+
+def test_half_a_pair_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["demo.py", "--model-path", "somewhere"])
+    with pytest.raises(SystemExit):
+        demo.main()
+    assert "give both, or neither" in capsys.readouterr().err
 
 
 def test_marks_stand_around_accepted_drafts(capsys: pytest.CaptureFixture[str]) -> None:
