@@ -63,6 +63,7 @@ def group_by_schedule(items: list[pytest.Item]) -> list[pytest.Item]:
     return items[:first] + together + [item for item in items[first:] if not schedules[item]]
 
 
-def _schedule(item: pytest.Item) -> str:
+def _schedule(item: pytest.Item) -> str | None:
     callspec = getattr(item, "callspec", None)
-    return callspec.params.get("schedule", "") if callspec else ""
+    found = callspec.params.get("schedule") if callspec else None
+    return found if found in SCHEDULES else None
