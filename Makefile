@@ -5,10 +5,11 @@ VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 
-# a Python that has SGLang, this package and a GPU serves there; otherwise ours, on the CPU
+# a Python that has SGLang, this package and a GPU serves there; otherwise ours, on the CPU. -P: the
+# package must be installed there, not just lie here, or SGLang would not find it
 HAS_GPU := import sys, torch, importlib.util as u; \
   sys.exit(not (torch.cuda.is_available() and u.find_spec("sglang") and u.find_spec("sglang_dflash")))
-RUN = if $(PYTHON) -c '$(HAS_GPU)' 2>/dev/null; then python=$(PYTHON); \
+RUN = if $(PYTHON) -P -c '$(HAS_GPU)' 2>/dev/null; then python=$(PYTHON); \
   else $(MAKE) --no-print-directory venv && python=$(BIN)/python; fi && $$python
 
 .PHONY: demo chat test lint venv clean
