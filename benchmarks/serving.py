@@ -27,7 +27,7 @@ from typing import Any
 import requests
 import systems
 import torch
-from systems import SAMPLING, SCHEDULES, SYSTEMS, decode_rate, draw_prompts, run_batch
+from systems import SAMPLING, SCHEDULED, SYSTEMS, decode_rate, draw_prompts, run_batch
 from trace_split import report, split
 
 from server import ServerProcess
@@ -188,7 +188,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model-path")
     parser.add_argument("--draft-model-path")
     parser.add_argument(
-        "--systems", nargs="+", choices=[*SYSTEMS, *SCHEDULES], default=list(SYSTEMS)
+        "--systems", nargs="+", choices=[*SYSTEMS, *SCHEDULED], default=list(SYSTEMS)
     )
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--contexts", nargs="+", type=int, default=[512])
@@ -295,25 +295,18 @@ def table(results: dict[str, Any]) -> str:
 
 def idle_shares(results: dict[str, Any]) -> list[str]:
     """Return a table of the GPU's idle time in greedy steps, for the systems that were traced."""
-    traced = {name: r["gpu_time"] for name, r in results.items() if r.get("gpu_time")}
+    traced = {
+        name: {(s["context"], s["requests"]): f"{s['idle_share']:.1%}" for s in r["gpu_time"]}
+        for name, r in results.items()
+        if r.get("gpu_time")
+    }
     if not traced:
         return []
-    points = sorted({(s["context"], s["requests"]) for splits in traced.values() for s in splits})
     lines = ["", "| GPU idle: context | requests | " + " | ".join(traced) + " |"]
     lines.append("|" + "---|" * (len(traced) + 2))
-    for context, num_requests in points:
-        shares = [
-            next(
-                (
-                    f"{split['idle_share']:.1%}"
-                    for split in splits
-                    if (split["context"], split["requests"]) == (context, num_requests)
-                ),
-                "",
-            )
-            for splits in traced.values()
-        ]
-        lines.append(f"| {context} | {num_requests} | " + " | ".join(shares) + " |")
+    for point in sorted({point for shares in traced.values() for point in shares}):
+        cells = [*map(str, point), *(shares.get(point, "") for shares in traced.values())]
+        lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 

@@ -23,11 +23,13 @@ import requests
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "launch"))
+from server import SCHEDULES  # noqa: E402
+
 SYSTEMS = ("plain", "in-tree", "ours")
 # ours with overlap scheduling off, and on with the plan stream
-SCHEDULES = {
-    "ours-in-turn": {"SGLANG_ENABLE_DFLASH_SPEC_V2": "0"},
-    "ours-plan-stream": {"OVERLAP": "1", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"},
+SCHEDULED = {
+    "ours-in-turn": SCHEDULES["in turn"],
+    "ours-plan-stream": SCHEDULES["plan stream"],
 }
 SAMPLING = {
     "greedy": {"temperature": 0.0},
@@ -41,7 +43,7 @@ def switches(system: str, simulate_accept_length: float = 0.0) -> dict[str, str]
     """Return the environment that makes a server one of the systems; plain needs nothing."""
     if system == "plain":
         return {}
-    found = {"SGLANG_DFLASH": "off" if system == "in-tree" else "on", **SCHEDULES.get(system, {})}
+    found = {"SGLANG_DFLASH": "off" if system == "in-tree" else "on", **SCHEDULED.get(system, {})}
     if simulate_accept_length:
         found["SGLANG_SIMULATE_ACC_LEN"] = str(simulate_accept_length)
     return found

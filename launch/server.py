@@ -27,6 +27,13 @@ NO_ANSWER = "the server did not answer in time"
 PORTS = range(20000, 32000)
 STOP_TIMEOUT_S = 3
 IDLE_TIMEOUT_S = 60
+# the ways in which SGLang can schedule DFLASH. OVERLAP is launch/cpu.sh's switch; on a GPU overlap
+# is usual
+SCHEDULES = {
+    "in turn": {"SGLANG_ENABLE_DFLASH_SPEC_V2": "0"},
+    "overlap": {"OVERLAP": "1"},
+    "plan stream": {"OVERLAP": "1", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"},
+}
 
 
 def free_port() -> int:
@@ -86,12 +93,11 @@ class ServerProcess:
             on_wait()
             if self._process.poll() is not None:
                 raise RuntimeError(f"the server ended at start-up:\n{self.log()[-4000:]}")
-            try:
+            with contextlib.suppress(requests.RequestException):
                 if requests.get(f"{self.url}/health", timeout=10).ok:
                     self.start_s = round(time.monotonic() - self._began, 1)
                     return self
-            except requests.RequestException:
-                time.sleep(0.3)
+            time.sleep(0.3)
         self.stop()
         raise RuntimeError(f"{NO_ANSWER}:\n{self.log()[-4000:]}")
 

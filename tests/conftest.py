@@ -12,8 +12,7 @@ import sys
 import pytest
 import torch
 
-from schedules import SCHEDULES
-from server import ROOT, Server
+from server import ROOT, SCHEDULES, Server
 
 STAND_INS = ROOT / "sglang_dflash" / "glue" / "cpu" / "path"
 HAS_GPU = torch.cuda.is_available()
@@ -40,7 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = group_by_schedule(items)
+    # some releases of pytest go back and forth between schedules, with new servers each time
+    items.sort(key=_schedule)
     if HAS_GPU:
         return
     for item in items:
@@ -48,22 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
-def group_by_schedule(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the tests with those of one schedule together, where the first of them stood.
-
-    Some releases of pytest go back and forth between schedules, with new servers each time.
-    """
-    schedules = {item: _schedule(item) for item in items}
-    together = [item for item in items if schedules[item]]
-    if not together:
-        return items
-    names = list(SCHEDULES)
-    together.sort(key=lambda item: names.index(schedules[item]))
-    first = next(i for i, item in enumerate(items) if schedules[item])
-    return items[:first] + together + [item for item in items[first:] if not schedules[item]]
-
-
-def _schedule(item: pytest.Item) -> str | None:
+def _schedule(item: pytest.Item) -> int:
+    """Return a number for the schedule that a test runs under; -1 for none."""
     callspec = getattr(item, "callspec", None)
     found = callspec.params.get("schedule") if callspec else None
-    return found if found in SCHEDULES else None
+    return list(SCHEDULES).index(found) if found in SCHEDULES else -1

@@ -1,15 +1,8 @@
-"""How the exactness tests let SGLang schedule DFLASH: each way must give the same tokens."""
+"""Whether a server schedules DFLASH as it was told: each way must give the same tokens."""
 
 from __future__ import annotations
 
 from server import Server
-
-# OVERLAP is launch/cpu.sh's switch; on a GPU overlap is usual
-SCHEDULES = {
-    "in turn": {"SGLANG_ENABLE_DFLASH_SPEC_V2": "0"},
-    "overlap": {"OVERLAP": "1"},
-    "plan stream": {"OVERLAP": "1", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"},
-}
 
 
 def follows(server: Server, schedule: str) -> bool:

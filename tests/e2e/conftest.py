@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from schedules import SCHEDULES, follows
-from server import ROOT, Server
+from schedules import follows
+from server import ROOT, SCHEDULES, Server
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.train.data import sample_prompts
 

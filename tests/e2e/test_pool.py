@@ -6,8 +6,7 @@ import re
 
 import requests
 
-from schedules import SCHEDULES
-from server import Server
+from server import SCHEDULES, Server
 
 POOL = 640
 # SGLang's own switch: whether a pool runs full is a matter of timing, every seventh step is not

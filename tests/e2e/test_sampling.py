@@ -17,8 +17,8 @@ import requests
 from tokenizers import Tokenizer
 
 from e2e.conftest import SCRIPTED, SHAPE
-from schedules import SCHEDULES, follows
-from server import Server
+from schedules import follows
+from server import SCHEDULES, Server
 from sglang_dflash.pairs import tiny_target
 
 # to save time; `pytest --schedules "in turn,overlap,plan stream"` runs all under each

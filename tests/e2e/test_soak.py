@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import soak
 
-from schedules import SCHEDULES
+from server import SCHEDULES
 
 
 def test_a_storm_of_mixed_requests_leaves_nothing_wrong_and_nothing_behind(

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import torch
 from interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 if INTERPRETED or torch.cuda.is_available():
     import step_ops

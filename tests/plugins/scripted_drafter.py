@@ -36,11 +36,13 @@ def activate() -> None:
         if any(req.rid.startswith("raise-") for req in self._batch.reqs):
             raise RuntimeError("scripted failure")
         for i, req in enumerate(self._batch.reqs):
-            if not SCRIPTED.match(req.rid):
+            kind = SCRIPTED.match(req.rid)
+            if kind is None:
                 continue  # untouched, and without waiting for the device
             start = int(context.lens[i])
-            drafts[i] = drafts.new_tensor(script(req, start, drafts[i].tolist(), vocab))
-            if req.rid.startswith("record-"):
+            if kind[1] != "record":
+                drafts[i] = drafts.new_tensor(script(kind, req, start, drafts.shape[1], vocab))
+            else:
                 line = {"rid": req.rid, "start": start, "drafts": drafts[i].tolist()}
                 with (FOLDER / "blocks.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
@@ -60,17 +62,13 @@ def activate() -> None:
     host.BatchHost.write_draft_kv = write_draft_kv
 
 
-def script(req: Any, start: int, drafts: list[int], vocab: int) -> list[int]:
+def script(kind: re.Match[str], req: Any, start: int, width: int, vocab: int) -> list[int]:
     """Return the drafts of one request for the positions after `start`."""
-    kind = SCRIPTED.match(req.rid)
-    assert kind is not None
-    if kind[1] == "record":
-        return drafts
     if kind[1] == "random":
         chance = random.Random(f"{req.rid} {start}")
-        return [chance.randrange(vocab) for _ in drafts]
+        return [chance.randrange(vocab) for _ in range(width)]
     answer = answer_to(list(req.origin_input_ids))
-    right = (answer[start + 1 :] + [0] * len(drafts))[: len(drafts)]
+    right = (answer[start + 1 :] + [0] * width)[:width]
     num_right = int(kind[2] or 0)
     return right[:num_right] + [(token + 1) % vocab for token in right[num_right:]]
 
