@@ -14,7 +14,8 @@ MEMORY = {
 LEGEND = (
     "Decode tokens/s by concurrent requests; for DFLASH at accept lengths {lengths}. ~ marks a "
     "rate that follows from the step time measured at another length. Memory in GB as SGLang "
-    "reports it. A quotient with * compares servers of different calls."
+    "reports it. A quotient with * compares servers of different calls; ! marks a batch that "
+    "did not fit and was served in parts."
 )
 
 # a server's measurement, as recipes.py stores it
@@ -41,9 +42,15 @@ def step_ms(cell: Cell, requests: int) -> float | None:
 def rate_cell(cells: list[Cell], lengths: list[int], requests: int) -> str:
     if cells[0]["system"] == "plain":
         step = step_ms(cells[0], requests)
-        return "" if step is None else f"{1000 * requests / step:.0f}"
+        return "" if step is None else f"{1000 * requests / step:.0f}{in_parts(cells, requests)}"
     found = [rate_at(cells, length, requests) for length in lengths]
-    return " / ".join("" if f is None else f"{f[0]:.0f}{'' if f[1] else '~'}" for f in found)
+    shown = " / ".join("" if f is None else f"{f[0]:.0f}{'' if f[1] else '~'}" for f in found)
+    return shown + in_parts(cells, requests)
+
+
+def in_parts(cells: list[Cell], requests: int) -> str:
+    points = [p for cell in cells for p in cell.get("points", ()) if p["requests"] == requests]
+    return "!" if any(p.get("together", requests) < requests for p in points) else ""
 
 
 def quotient(cells: list[Cell], others: list[Cell], requests: int) -> str:

@@ -129,8 +129,8 @@ def run_cell(cell: Cell, options: argparse.Namespace, *, timeout_s: float) -> di
         systems.run_batch(server.url, systems.draw_prompts(1, 32, "warm-up", ids), 32, "greedy")
         found["points"] = []
         for num_requests in options.requests:
-            rate, _ = systems.decode_rate(
-                server.url,
+            rate, _, together = systems.decode_rate(
+                server,
                 num_requests,
                 options.context,
                 lengths=LENGTHS,
@@ -141,6 +141,7 @@ def run_cell(cell: Cell, options: argparse.Namespace, *, timeout_s: float) -> di
             found["points"].append(
                 {
                     "requests": num_requests,
+                    "together": together,
                     "tokens_per_s": round(rate, 1),
                     "step_ms": round(step_ms, 3),
                 }

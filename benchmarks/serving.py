@@ -62,11 +62,15 @@ def warm_up(options: argparse.Namespace) -> None:
 
 
 def measure(
-    num_requests: int, context: int, sampling: str, options: argparse.Namespace
+    server: ServerProcess,
+    num_requests: int,
+    context: int,
+    sampling: str,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Return the decode rate of one point, from the better of the tries at each length."""
-    rate, answers = decode_rate(
-        options.url,
+    rate, answers, together = decode_rate(
+        server,
         num_requests,
         context,
         sampling,
@@ -78,6 +82,7 @@ def measure(
         "requests": num_requests,
         "context": context,
         "sampling": sampling,
+        "together": together,
         "tokens_per_s": round(rate, 1),
         "ms_per_token": round(1000 * num_requests / rate, 3),
     }
@@ -143,7 +148,7 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
                 if context * num_requests > options.max_tokens:
                     continue
                 for sampling in options.sampling:
-                    point = measure(num_requests, context, sampling, options)
+                    point = measure(server, num_requests, context, sampling, options)
                     shown = {k: v for k, v in point.items() if k != "output_ids"}
                     print(f"{system}: {shown}", flush=True)
                     points.append(point)
@@ -280,10 +285,7 @@ def table(results: dict[str, Any]) -> str:
     lines = ["| sampling | context | requests | " + " | ".join(titles) + " | ours / in-tree |"]
     lines.append("|" + "---|" * (len(results) + 4))
     for (sampling, context, num_requests), found in rates(results).items():
-        cells = [
-            f"{found[s]['tokens_per_s']:.1f} ({found[s]['step_ms']:.2f})" if s in found else ""
-            for s in results
-        ]
+        cells = [rate_cell(found[s]) if s in found else "" for s in results]
         ratio = ""
         if "ours" in found and "in-tree" in found:
             quotient = found["ours"]["tokens_per_s"] / found["in-tree"]["tokens_per_s"]
@@ -291,6 +293,14 @@ def table(results: dict[str, Any]) -> str:
         point = f"| {sampling} | {context} | {num_requests} | "
         lines.append(point + " | ".join(cells) + f" | {ratio} |")
     return "\n".join([*lines, *idle_shares(results)])
+
+
+def rate_cell(point: dict[str, Any]) -> str:
+    rate = f"{point['tokens_per_s']:.1f} ({point['step_ms']:.2f})"
+    together = point.get("together", point["requests"])
+    if together == point["requests"]:
+        return rate
+    return f"{rate}, {f'only {together} at once' if together else 'with retractions'}"
 
 
 def idle_shares(results: dict[str, Any]) -> list[str]:

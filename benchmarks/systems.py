@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import requests
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "launch"))
-from server import SCHEDULES  # noqa: E402
+from server import SCHEDULES, ServerProcess  # noqa: E402
 
 SYSTEMS = ("plain", "in-tree", "ours")
 # ours with overlap scheduling off, and on with the plan stream
@@ -106,8 +106,23 @@ def run_batch(
         return time.monotonic() - start, answers
 
 
+def ran_together(log: str) -> int:
+    """Return how many requests a server ran at once, by its log; none where some were put back."""
+    if "Retract requests" in log:
+        return 0
+    running = [int(n) for n in re.findall(r"Decode batch.* #running-req: (\d+)", log)]
+    joining = re.findall(r"Prefill batch, #new-seq: (\d+).* #running-req: (\d+)", log)
+    return max(running + [int(new) + int(before) for new, before in joining], default=0)
+
+
+class Rate(NamedTuple):
+    tokens_per_s: float
+    answers: list[dict[str, Any]]  # the last batch's
+    together: int  # in the batch where it was least
+
+
 def decode_rate(
-    url: str,
+    server: ServerProcess,
     num_requests: int,
     context: int,
     sampling: str = "greedy",
@@ -115,8 +130,8 @@ def decode_rate(
     lengths: Iterable[int],
     repeats: int,
     ids: tuple[int, int] = PROMPT_IDS,
-) -> tuple[float, list[dict[str, Any]]]:
-    """Return tokens per second, and the last answers.
+) -> Rate:
+    """Measure tokens per second.
 
     The rate is the difference between two output lengths, the better of the tries at each, so that
     prefill and start drop out.
@@ -124,12 +139,15 @@ def decode_rate(
     short, long = lengths
     seconds: dict[int, float] = {}
     answers: list[dict[str, Any]] = []
+    together = num_requests
     for length in (short, long):
         tries = []
         for repeat in range(repeats):
             prompts = draw_prompts(num_requests, context, f"{repeat} {length}", ids)
-            taken, answers = run_batch(url, prompts, length, sampling)
+            before = len(server.log())
+            taken, answers = run_batch(server.url, prompts, length, sampling)
             tries.append(taken)
+            together = min(together, ran_together(server.log()[before:]))
         seconds[length] = min(tries)
     if seconds[long] <= seconds[short]:
         raise RuntimeError(
@@ -137,7 +155,8 @@ def decode_rate(
             f"{short} took {seconds[short]:.3f} s. Something else disturbs the machine; take "
             "lengths that are further apart, or more repeats."
         )
-    return num_requests * (long - short) / (seconds[long] - seconds[short]), answers
+    rate = num_requests * (long - short) / (seconds[long] - seconds[short])
+    return Rate(rate, answers, together)
 
 
 def add_result_options(

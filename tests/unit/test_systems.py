@@ -10,6 +10,34 @@ import serving
 import systems
 
 
+class Served:
+    """A server's log, with what each batch adds to it: read before and after the batch."""
+
+    url = ""
+
+    def __init__(self, together: list[int]) -> None:
+        lines = [f"Decode batch, #running-req: {n}, #queue-req: 0\n" for n in together]
+        self._logs = iter([log for i in range(len(lines)) for log in (lines[:i], lines[: i + 1])])
+
+    def log(self) -> str:
+        return "".join(next(self._logs))
+
+
+def test_the_log_tells_how_many_ran_together() -> None:
+    prefill = "Prefill batch, #new-seq: 2, #new-token: 8, #running-req: 30, #queue-req: 0\n"
+    assert systems.ran_together(prefill) == 32
+    assert systems.ran_together(prefill + "Decode batch, #running-req: 33, #full token: 1\n") == 33
+    full = "KV cache pool is full. Retract requests. #retracted_reqs: 1\n"
+    assert systems.ran_together(prefill + full) == 0
+
+
+def test_a_batch_that_did_not_run_together_is_marked() -> None:
+    point = {"requests": 8, "tokens_per_s": 100.0, "step_ms": 20.0}
+    assert serving.rate_cell({**point, "together": 8}) == "100.0 (20.00)"
+    assert serving.rate_cell({**point, "together": 7}) == "100.0 (20.00), only 7 at once"
+    assert serving.rate_cell({**point, "together": 0}) == "100.0 (20.00), with retractions"
+
+
 def test_a_rate_is_the_difference_between_two_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of prefill and start drops out; the better try of each length counts."""
     slow = iter([0.5, 0.0, 0.0, 0.7])
@@ -19,14 +47,15 @@ def test_a_rate_is_the_difference_between_two_lengths(monkeypatch: pytest.Monkey
         return 1.0 + new_tokens * 0.01 + next(slow), []
 
     monkeypatch.setattr(systems, "run_batch", run_batch)
-    rate, _ = systems.decode_rate("", 4, 10, lengths=(8, 108), repeats=2)
-    assert rate == pytest.approx(400)
+    found = systems.decode_rate(Served([4, 4, 3, 4]), 4, 10, lengths=(8, 108), repeats=2)
+    assert found.tokens_per_s == pytest.approx(400)
+    assert found.together == 3
 
 
 def test_noise_is_not_called_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(systems, "run_batch", lambda *_: (1.0, []))
     with pytest.raises(RuntimeError, match="take lengths that are further apart"):
-        systems.decode_rate("", 1, 10, lengths=(8, 108), repeats=2)
+        systems.decode_rate(Served([1] * 4), 1, 10, lengths=(8, 108), repeats=2)
 
 
 def test_prompts_stay_inside_the_vocabulary(tmp_path: Path) -> None:
