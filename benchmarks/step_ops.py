@@ -48,6 +48,7 @@ class Case:
     ours: Call
     twin: Call | None  # None for twins that read lengths on the host: no graph holds them
     sglang: Call | None
+    calls: int = CALLS  # in a graph
 
 
 @dataclass(frozen=True)
@@ -61,25 +62,25 @@ class OpRow:
     floor_us: float
 
 
-def time_us(call: Call, replays: int) -> float:
+def time_us(call: Call, replays: int, calls: int) -> float:
     """Return the median time of one call in a graph of many."""
     call(0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for turn in range(CALLS):
+        for turn in range(calls):
             call(turn)
-    return replay_us(graph.replay, replays) / CALLS
+    return replay_us(graph.replay, replays) / calls
 
 
 def measure_ops(requests: list[int], ops: Ops, card: Card, replays: int) -> Iterator[OpRow]:
     for count in requests:
         for case in cases(count, ops, Sizes(), torch.bfloat16, "cuda"):
-            ours = time_us(case.ours, replays)
+            ours = time_us(case.ours, replays, case.calls)
             yield OpRow(
                 op=case.op,
                 requests=count,
                 ours_us=ours,
-                twin_us=case.twin and time_us(case.twin, replays),
+                twin_us=case.twin and time_us(case.twin, replays, case.calls),
                 sglang_us=case.sglang and time_of_theirs(case, replays),
                 tb_per_s=case.moved / ours / 1e6,
                 floor_us=case.moved / card.bandwidth * 1e6,
@@ -90,7 +91,7 @@ def time_of_theirs(case: Case, replays: int) -> float | None:
     """SGLang's functions are not an interface: another version may have changed one."""
     assert case.sglang
     try:
-        return time_us(case.sglang, replays)
+        return time_us(case.sglang, replays, case.calls)
     except (TypeError, ValueError, RuntimeError) as fault:
         print(f"{case.op}: SGLang's column stays empty: {fault}", file=sys.stderr)
         return None
@@ -120,6 +121,7 @@ def cases(requests: int, ops: Ops, sizes: Sizes, dtype: torch.dtype, device: str
     yield maker.norm_and_turn(ops, theirs)
     yield from maker.products(ops, theirs)
     yield maker.argmax_rows(ops)
+    yield maker.sample_rows(ops, theirs)
     yield maker.accept(ops, theirs)
     yield maker.context_hidden(ops, theirs)
     yield maker.write_context(ops, theirs)
@@ -129,6 +131,7 @@ class SGLang:
     """What SGLang runs for the same work."""
 
     def __init__(self) -> None:
+        from flashinfer.sampling import top_k_top_p_sampling_from_probs
         from sglang.kernels.ops.attention.rope import apply_rope_with_cos_sin_cache_inplace
         from sglang.kernels.ops.kvcache.kv_indices import create_flashinfer_kv_indices_triton
         from sglang.kernels.ops.kvcache.kvcache import store_cache
@@ -139,7 +142,9 @@ class SGLang:
         )
         from sglang.kernels.ops.speculative import dflash
         from sglang.kernels.ops.speculative.fused_kv_materialize import _fused_norm_rope_stacked
+        from sglang.srt.layers.logits_processor import fused_softcap
 
+        self.softcap, self.top_k_top_p = fused_softcap, top_k_top_p_sampling_from_probs
         self.rope = apply_rope_with_cos_sin_cache_inplace
         self.kv_indices = create_flashinfer_kv_indices_triton
         self.store_cache = store_cache
@@ -312,6 +317,35 @@ class Maker:
             lambda turn: ops.argmax_rows(logits, cap),
             lambda turn: TORCH.argmax_rows(logits, cap),
             None,
+        )
+
+    def sample_rows(self, ops: Ops, theirs: SGLang | None) -> Case:
+        """SGLang widens to fp32, caps, scales and normalises before it filters and draws."""
+        logits = self.normal(self.rows, self.sizes.vocabulary)
+        cap = self.sizes.logit_cap
+        uniforms = torch.rand(self.rows, device=self.device)
+        filters = {
+            "temperatures": torch.full((self.requests,), 0.9, device=self.device),
+            "top_ks": torch.full((self.requests,), 64, dtype=torch.int32, device=self.device),
+            "top_ps": torch.full((self.requests,), 0.95, device=self.device),
+        }
+        by_row = [each.repeat_interleave(self.sizes.block_size) for each in filters.values()]
+
+        def sglang(turn: int) -> object:
+            assert theirs
+            wide = logits.float()
+            theirs.softcap(wide, cap)
+            wide.div_(by_row[0][:, None])
+            wide[:] = torch.softmax(wide, dim=-1)
+            return theirs.top_k_top_p(wide, *by_row[1:], filter_apply_order="joint")
+
+        return Case(
+            "draw by top-k and top-p",
+            logits.nbytes,
+            lambda turn: ops.sample_rows(logits, uniforms, **filters, logit_cap=cap),
+            lambda turn: TORCH.sample_rows(logits, uniforms, **filters, logit_cap=cap),
+            theirs and sglang,
+            calls=2,  # the twin sorts
         )
 
     def accept(self, ops: Ops, theirs: SGLang | None) -> Case:

@@ -58,6 +58,8 @@ class VerifyHead:
     def __init__(self, target_model: Any, ops: Ops, *, device_type: str) -> None:
         self._ops = ops
         self._cap = 0.0
+        # whether rows can be drawn from as the head wrote them
+        self.raw = False
         processors = [m for m in target_model.modules() if isinstance(m, compat.LogitsProcessor)]
         # SGLang's own path where there is nothing to gain, or more to do than a cap
         if device_type == "cpu" or len(processors) != 1:
@@ -66,11 +68,23 @@ class VerifyHead:
         if processor.logit_scale is not None or processor.do_tensor_parallel_all_gather_dp_attn:
             return
         self._cap = float(processor.final_logit_softcapping or 0.0)
+        self.raw = True
         processor._get_logits = _raw_when_verifying(processor, processor._get_logits)
 
     def greedy(self, logits: Tensor) -> Tensor:
         """Return the token that plain greedy decoding takes after each row, [n] int64."""
         return self._ops.argmax_rows(logits, self._cap)
+
+    def draw(self, logits: Tensor, info: Any) -> Tensor:
+        """Return a draw from each row by its request's temperature, top_k and top_p, [n] int64."""
+        return self._ops.sample_rows(
+            logits,
+            torch.rand(logits.shape[0], device=logits.device),
+            temperatures=info.temperatures.flatten(),
+            top_ks=info.top_ks,
+            top_ps=info.top_ps,
+            logit_cap=self._cap,
+        )
 
     def plain(self, logits: Tensor) -> Tensor:
         """Return the logits as plain decoding hands them to its sampler; may overwrite them."""

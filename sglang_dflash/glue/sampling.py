@@ -17,6 +17,7 @@ from torch import Tensor
 from sglang_dflash.glue import compat, grammar
 from sglang_dflash.glue.head import VerifyHead
 from sglang_dflash.glue.penalties import PenaltyTable, is_penalised
+from sglang_dflash.kernels import MAX_TOP_K
 from sglang_dflash.types import DraftBlock, DraftContext
 
 PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
@@ -43,8 +44,11 @@ class RowSampler:
         info = batch.sampling_info
         logits = logits_output.next_token_logits
         shape = block.token_ids.shape
-        if info.is_all_greedy and not _is_adjusted(batch):
-            return self._head.greedy(logits).view(shape)
+        if not _is_adjusted(batch):
+            if info.is_all_greedy:
+                return self._head.greedy(logits).view(shape)
+            if self._head.raw and _is_top_k_only(batch):
+                return self._head.draw(logits, info).view(shape)
         logits_output.next_token_logits = logits = self._head.plain(logits)
         by_row = logits.view(*shape, -1)
         rows = _repeat_rows(info, shape[1])
@@ -79,6 +83,17 @@ def _is_adjusted(batch: Any) -> bool:
         or batch.has_grammar
         or info.has_custom_logit_processor
         or any(is_penalised(req) for req in batch.reqs)
+    )
+
+
+def _is_top_k_only(batch: Any) -> bool:
+    """Tell whether every request draws from few tokens, by top_k and top_p and without a seed."""
+    info = batch.sampling_info
+    return (
+        info.sampling_seed is None
+        and not info.need_min_p_sampling
+        and not any(info.return_sampling_masks or ())
+        and all(0 < req.sampling_params.top_k <= MAX_TOP_K for req in batch.reqs)
     )
 
 

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from sglang_dflash.kernels import reference
 
+# the most that `sample_rows` takes
+MAX_TOP_K = 128
+
 
 class BuildBlock(Protocol):
     def __call__(
@@ -65,6 +68,19 @@ class ArgmaxRows(Protocol):
     def __call__(self, logits: Tensor, logit_cap: float = 0.0) -> Tensor: ...
 
 
+class SampleRows(Protocol):
+    def __call__(
+        self,
+        logits: Tensor,
+        uniforms: Tensor,
+        *,
+        temperatures: Tensor,
+        top_ks: Tensor,
+        top_ps: Tensor,
+        logit_cap: float = 0.0,
+    ) -> Tensor: ...
+
+
 class NormAddNorm(Protocol):
     def __call__(
         self,
@@ -110,6 +126,7 @@ class Ops:
     context_hidden: ContextHidden
     write_context: WriteContext
     argmax_rows: ArgmaxRows
+    sample_rows: SampleRows
     norm_and_turn: NormAndTurn
     norm_add_norm: NormAddNorm
     thin_linear: ThinLinear
@@ -124,6 +141,7 @@ TORCH = Ops(
     context_hidden=reference.context_hidden,
     write_context=reference.write_context,
     argmax_rows=reference.argmax_rows,
+    sample_rows=reference.sample_rows,
     norm_and_turn=reference.norm_and_turn,
     norm_add_norm=reference.norm_add_norm,
     thin_linear=reference.thin_linear,
@@ -148,6 +166,7 @@ def triton_ops() -> Ops:
         context,
         qkv_norm,
         residual_norm,
+        sample,
         thin_linear,
     )
 
@@ -160,6 +179,7 @@ def triton_ops() -> Ops:
         context_hidden=context.context_hidden,
         write_context=context.write_context,
         argmax_rows=argmax.argmax_rows,
+        sample_rows=sample.sample_rows,
         norm_and_turn=qkv_norm.norm_and_turn,
         norm_add_norm=residual_norm.norm_add_norm,
         thin_linear=thin_linear.thin_linear,

@@ -213,6 +213,42 @@ def argmax_rows(
     return torch.argmax(logits, dim=-1)
 
 
+def sample_rows(
+    logits: Tensor,  # [n, V]
+    uniforms: Tensor,  # [n], in [0, 1)
+    *,
+    temperatures: Tensor,  # [b], each for n / b rows
+    top_ks: Tensor,  # [b]
+    top_ps: Tensor,  # [b]
+    logit_cap: float = 0.0,
+) -> Tensor:
+    """Return a draw from each row, capped first; [n] int64.
+
+    A token is kept while fewer than top_k tokens are likelier and while those hold less than top_p
+    of the whole. Of what is kept, in the order of the vocabulary, the share `uniforms` is gone
+    past. With top_k 1 the first of the likeliest is taken, whatever the share.
+    """
+    per_request = logits.shape[0] // temperatures.shape[0]
+    temperatures, top_ks, top_ps = (
+        each.repeat_interleave(per_request) for each in (temperatures, top_ks, top_ps)
+    )
+    logits = logits.float()
+    if logit_cap > 0:
+        logits = logit_cap * torch.tanh(logits / logit_cap)
+    probs = torch.softmax(logits / temperatures[:, None], dim=-1)
+    ordered, index = probs.sort(dim=-1, descending=True)
+    # equal ones begin where the first of them does
+    begins = torch.searchsorted(-ordered, -ordered, side="left")
+    mass = (ordered.cumsum(dim=-1) - ordered).gather(-1, begins)
+    kept_ordered = (begins < top_ks[:, None]) & (mass < top_ps[:, None])
+    kept = torch.zeros_like(kept_ordered).scatter(-1, index, kept_ordered)
+    weights = torch.where(kept, probs, 0.0)
+    reached = weights.cumsum(dim=-1)
+    aim = uniforms[:, None] * weights.sum(dim=-1, keepdim=True)
+    aim = torch.where(top_ks[:, None] == 1, -1.0, aim)
+    return (kept & (reached > aim)).float().argmax(dim=-1)
+
+
 def thin_linear(
     x: Tensor,  # [n, K]
     weight: Tensor,  # [N, K]

@@ -116,6 +116,61 @@ def test_argmax_rows(rows: int, width: int, dtype: torch.dtype) -> None:
 
 
 @runs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "width"), [(2, 7), (12, 300), (4, 5001)])
+def test_sample_rows(rows: int, width: int, dtype: torch.dtype) -> None:
+    """Draws equal the twin's, but where a sum's rounding decides between two neighbours."""
+    torch.manual_seed(width)
+    logits = (torch.randn(rows, width, device=DEVICE) * 6).to(dtype)
+    # few distinct values: at most rows the k-th has equals
+    logits[rows // 2 :] = (logits[rows // 2 :] / 4).round() * 4
+    logits[0, ::3] = float("-inf")
+    filters = {
+        "temperatures": torch.tensor([0.7, 1.5], device=DEVICE),
+        "top_ks": torch.tensor([20, 3], dtype=torch.int32, device=DEVICE),
+        "top_ps": torch.tensor([0.9, 1.0], device=DEVICE),
+    }
+    for cap in (0.0, 30.0):
+        for _ in range(2):
+            uniforms = torch.rand(rows, device=DEVICE)
+            found = TRITON.sample_rows(logits, uniforms, **filters, logit_cap=cap)
+            nearby = [
+                TORCH.sample_rows(logits, (uniforms + d).clamp(0, 1), **filters, logit_cap=cap)
+                for d in (-1e-5, 0.0, 1e-5)
+            ]
+            assert any(torch.equal(found, each) for each in nearby)
+
+
+@runs_kernel
+def test_sampling_skips_what_is_no_number_and_takes_the_first_of_equals() -> None:
+    logits = torch.full((3, 5000), -3.0, device=DEVICE, dtype=torch.bfloat16)
+    logits[:, 4000] = logits[:, 17] = 5.0
+    logits[:, 3] = float("nan")
+    found = TRITON.sample_rows(
+        logits,
+        torch.tensor([0.999, 0.1, 0.9], device=DEVICE),
+        temperatures=torch.ones(3, device=DEVICE),
+        top_ks=torch.tensor([1, 2, 2], device=DEVICE),
+        top_ps=torch.ones(3, device=DEVICE),
+    )
+    assert found.tolist() == [17, 17, 4000]
+
+
+@runs_kernel
+def test_a_draw_from_a_slice_reads_its_own_rows() -> None:
+    logits = torch.randn(4, 300, device=DEVICE, dtype=torch.float32)
+    logits[:, 250:] = 100.0
+    found = TRITON.sample_rows(
+        logits[:, :250],
+        torch.rand(4, device=DEVICE),
+        temperatures=torch.ones(4, device=DEVICE),
+        top_ks=torch.full((4,), 8, device=DEVICE),
+        top_ps=torch.ones(4, device=DEVICE),
+    )
+    assert (found < 250).all()
+
+
+@runs_kernel
 def test_argmax_of_a_slice_reads_its_own_rows() -> None:
     """The head's vocabulary is padded; the padding must not win."""
     logits = torch.randn(4, 300, device=DEVICE)

@@ -216,3 +216,34 @@ def test_unknown_device_is_refused_by_name() -> None:
     assert choose("cpu") is TORCH
     with pytest.raises(ValueError, match="no ops for device 'xpu'; it has cpu, cuda"):
         choose("xpu")
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (4, 1.0, [0, 1, 2, 3]),
+        # the third and the fourth are equal: with one of them comes the other
+        (3, 1.0, [0, 1, 2, 3]),
+        (2, 1.0, [0, 1]),
+        # the first two hold 0.6
+        (4, 0.6001, [0, 1, 2, 3]),
+        (4, 0.5999, [0, 1]),
+        (4, 0.3, [0]),
+        (1, 1.0, [0]),
+    ],
+)
+def test_draws_have_the_filtered_distribution(top_k: int, top_p: float, kept: list[int]) -> None:
+    """A grid of shares instead of chance: every token comes as often as it should, to one draw."""
+    probs = torch.tensor([0.4, 0.2, 0.15, 0.15, 0.1])
+    temperature, draws = 0.5, 3000
+    found = reference.sample_rows(
+        (probs.log() * temperature).expand(draws, -1),
+        torch.arange(draws) / draws,
+        temperatures=torch.tensor([temperature]),
+        top_ks=torch.tensor([top_k]),
+        top_ps=torch.tensor([top_p]),
+    )
+    expected = torch.zeros(5)
+    expected[kept] = probs[kept] / probs[kept].sum()
+    counts = torch.bincount(found, minlength=5)
+    assert (counts - draws * expected).abs().max() <= 1

@@ -1,0 +1,205 @@
+"""A draw from each row of logits, by top-k and top-p, read in the type the head wrote.
+
+What is fused. Plain decoding widens the logits to fp32, caps, scales and normalises them in a pass
+each and then filters them in several more. Here the cap, the temperature and the sum are taken on
+the fly, and the k-th highest value is found by counting: a histogram of the upper eight bits, then
+one of the next eight among the numbers of the bin where the k-th lies, and so on; two passes name
+a half-precision number exactly. The few tokens that are not below it go to a second kernel, which
+applies both filters and draws.
+
+The filters are those of plain decoding: a token is kept while fewer than k tokens are likelier, and
+while those hold less than top_p of the whole. Equal tokens are kept or dropped together; of more
+than CANDIDATES the first by index remain.
+
+Layout contract: logits [n, V] in bf16, fp16 or fp32, adjacent columns, as many rows for each of the
+requests; top_k at most MAX_TOP_K. NaN is never drawn.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048
+STAGES = 4  # blocks asked for ahead
+# twice MAX_TOP_K, which leaves room for tokens that equal the k-th
+CANDIDATES = 256
+PAIRS = 32  # candidates compared with all others at a time
+
+
+@triton.jit
+def _order(x, BITS: tl.constexpr):
+    """Map numbers to unsigned integers of their width, higher for higher numbers."""
+    if BITS == 32:
+        bits = x.to(tl.uint32, bitcast=True)
+    else:
+        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32)
+    # a set sign bit turns the order round
+    negative = (bits >> (BITS - 1)) > 0
+    return tl.where(negative, bits ^ ((1 << BITS) - 1), bits | (1 << (BITS - 1)))
+
+
+@triton.jit
+def _is_number(x):
+    x = x.to(tl.float32)
+    return x == x
+
+
+@triton.jit
+def _scaled(x, temperature, LOGIT_CAP: tl.constexpr):
+    """Return logits as they are compared and summed: capped, and divided by the temperature."""
+    x = x.to(tl.float32)
+    if LOGIT_CAP > 0:
+        x = (2.0 * tl.sigmoid(2.0 * (x / LOGIT_CAP)) - 1.0) * LOGIT_CAP
+    return x / temperature
+
+
+@triton.jit
+def _bin_of(counts, wanted):
+    """Return the highest bin that has `wanted` with those above it, and how many those are."""
+    bins = tl.arange(0, 256)
+    here_and_above = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+    found = tl.max(tl.where(here_and_above >= wanted, bins, 0), 0)
+    above = tl.sum(tl.where(bins > found, counts, 0), 0)
+    return found, above
+
+
+# fmt: off
+@triton.jit
+def _gather(
+    logits, temperatures, top_ks, values, indices, peaks, sums, row_stride, width, per_request,
+    BITS: tl.constexpr, LOGIT_CAP: tl.constexpr, CANDIDATES: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):
+    # fmt: on
+    row = tl.program_id(0).to(tl.int64)
+    request = row // per_request
+    logits += row * row_stride
+    temperature = tl.load(temperatures + request)
+    wanted = tl.load(top_ks + request).to(tl.int32)
+
+    # the sum of the whole row, and where the k-th value lies to eight bits
+    peak = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    counts = tl.zeros([256], tl.int32)
+    for start in tl.range(0, width, BLOCK, num_stages=STAGES):
+        column = start + tl.arange(0, BLOCK)
+        raw = tl.load(logits + column, mask=column < width, other=0.0)
+        live = _is_number(raw) & (column < width)
+        x = tl.where(live, _scaled(raw, temperature, LOGIT_CAP), float("-inf"))
+        higher = tl.maximum(peak, x)
+        # what is infinitely low has no weight, and a lane that has seen nothing else no sum
+        seen = higher > float("-inf")
+        total = tl.where(seen, total * tl.exp(peak - higher) + tl.exp(x - higher), 0.0)
+        peak = higher
+        place = (_order(raw, BITS) >> (BITS - 8)).to(tl.int32)
+        counts += tl.histogram(tl.where(live, place, 0), 256)
+    highest = tl.max(peak, 0)
+    tl.store(peaks + row, highest)
+    tl.store(sums + row, tl.sum(total * tl.exp(peak - highest), 0))
+    found, above = _bin_of(counts, wanted)
+    wanted -= above
+    threshold = found.to(tl.uint32)
+
+    # eight bits more, among the numbers that begin so; the others count in bin 0, the last resort
+    for level in tl.static_range(1, BITS // 8):
+        counts = tl.zeros([256], tl.int32)
+        for start in tl.range(0, width, BLOCK, num_stages=STAGES):
+            column = start + tl.arange(0, BLOCK)
+            raw = tl.load(logits + column, mask=column < width, other=0.0)
+            order = _order(raw, BITS) >> (BITS - 8 - 8 * level)
+            chosen = _is_number(raw) & (column < width) & ((order >> 8) == threshold)
+            counts += tl.histogram(tl.where(chosen, (order & 0xFF).to(tl.int32), 0), 256)
+        found, above = _bin_of(counts, wanted)
+        wanted -= above
+        threshold = threshold * 256 + found.to(tl.uint32)
+
+    gathered = 0
+    for start in tl.range(0, width, BLOCK, num_stages=STAGES):
+        column = start + tl.arange(0, BLOCK)
+        raw = tl.load(logits + column, mask=column < width, other=0.0)
+        chosen = _is_number(raw) & (column < width) & (_order(raw, BITS) >= threshold)
+        chosen = chosen.to(tl.int32)
+        here = tl.sum(chosen, 0)
+        if here > 0:
+            at = gathered + tl.cumsum(chosen, 0) - 1
+            fits = (chosen > 0) & (at < CANDIDATES)
+            x = _scaled(raw, temperature, LOGIT_CAP)
+            tl.store(values + row * CANDIDATES + at, x, mask=fits)
+            tl.store(indices + row * CANDIDATES + at, column, mask=fits)
+            gathered += here
+    slot = tl.arange(0, CANDIDATES)
+    tl.store(values + row * CANDIDATES + slot, float("-inf"), mask=slot >= gathered)
+
+
+# fmt: off
+@triton.jit
+def _draw(
+    values, indices, peaks, sums, top_ks, top_ps, uniforms, out, per_request,
+    CANDIDATES: tl.constexpr, PAIRS: tl.constexpr,
+):
+    # fmt: on
+    row = tl.program_id(0).to(tl.int64)
+    request = row // per_request
+    slot = tl.arange(0, CANDIDATES)
+    top_k = tl.load(top_ks + request)
+    peak, whole = tl.load(peaks + row), tl.load(sums + row)
+    x = tl.load(values + row * CANDIDATES + slot)
+    mass = tl.where(x > float("-inf"), tl.exp(x - peak), 0.0) / whole
+    likelier = tl.zeros([CANDIDATES], tl.int32)
+    before = tl.zeros([CANDIDATES], tl.float32)
+    for start in range(0, CANDIDATES, PAIRS):
+        other = start + tl.arange(0, PAIRS)
+        y = tl.load(values + row * CANDIDATES + other)
+        weight = tl.where(y > float("-inf"), tl.exp(y - peak), 0.0) / whole
+        more = y[None, :] > x[:, None]
+        likelier += tl.sum(more.to(tl.int32), 1)
+        before += tl.sum(tl.where(more, weight[None, :], 0.0), 1)
+    kept = (x > float("-inf")) & (likelier < top_k) & (before < tl.load(top_ps + request))
+    mass = tl.where(kept, mass, 0.0)
+    reached = tl.cumsum(mass, 0)
+    aim = tl.load(uniforms + row) * tl.sum(mass, 0)
+    # top_k 1 is how SGLang spells greedy: the first of equals
+    aim = tl.where(top_k == 1, -1.0, aim)
+    hit = tl.min(tl.where(kept & (reached > aim), slot, CANDIDATES), 0)
+    # rounding can put the aim past the end
+    last = tl.max(tl.where(kept, slot, 0), 0)
+    hit = tl.minimum(hit, last)
+    index = tl.load(indices + row * CANDIDATES + slot, mask=slot == hit, other=0)
+    tl.store(out + row, tl.sum(tl.where(kept & (slot == hit), index, 0), 0).to(tl.int64))
+
+
+# fmt: off
+def sample_rows(
+    logits: Tensor, uniforms: Tensor, *,
+    temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, logit_cap: float = 0.0,
+) -> Tensor:
+    # fmt: on
+    """Do what `reference.sample_rows` does."""
+    rows, width = logits.shape
+    per_request = rows // temperatures.shape[0]
+    device = logits.device
+    values = torch.empty(rows, CANDIDATES, dtype=torch.float32, device=device)
+    indices = torch.empty(rows, CANDIDATES, dtype=torch.int32, device=device)
+    peaks, sums = torch.empty(2, rows, dtype=torch.float32, device=device)
+    out = torch.empty(rows, dtype=torch.int64, device=device)
+    _gather[(rows,)](
+        *(logits, temperatures, top_ks, values, indices, peaks, sums),
+        *(logits.stride(0), width, per_request),
+        BITS=8 * logits.element_size(),
+        LOGIT_CAP=logit_cap,
+        CANDIDATES=CANDIDATES,
+        BLOCK=BLOCK,
+        STAGES=STAGES,
+        num_warps=8,
+    )
+    _draw[(rows,)](
+        *(values, indices, peaks, sums, top_ks, top_ps, uniforms, out, per_request),
+        CANDIDATES=CANDIDATES,
+        PAIRS=PAIRS,
+        num_warps=4,
+    )
+    return out
