@@ -118,7 +118,7 @@ def ran_together(log: str) -> int:
 class Rate(NamedTuple):
     tokens_per_s: float
     answers: list[dict[str, Any]]  # the last batch's
-    together: int  # in the batch where it was least
+    together: int  # of the requests, at once, in the batches that the rate comes from
 
 
 def decode_rate(
@@ -138,17 +138,16 @@ def decode_rate(
     """
     short, long = lengths
     seconds: dict[int, float] = {}
+    together: dict[int, int] = {}
     answers: list[dict[str, Any]] = []
-    together = num_requests
     for length in (short, long):
         tries = []
         for repeat in range(repeats):
             prompts = draw_prompts(num_requests, context, f"{repeat} {length}", ids)
             before = len(server.log())
             taken, answers = run_batch(server.url, prompts, length, sampling)
-            tries.append(taken)
-            together = min(together, ran_together(server.log()[before:]))
-        seconds[length] = min(tries)
+            tries.append((taken, min(ran_together(server.log()[before:]), num_requests)))
+        seconds[length], together[length] = min(tries)
     if seconds[long] <= seconds[short]:
         raise RuntimeError(
             f"{num_requests} requests of {context}: {long} tokens took {seconds[long]:.3f} s and "
@@ -156,7 +155,7 @@ def decode_rate(
             "lengths that are further apart, or more repeats."
         )
     rate = num_requests * (long - short) / (seconds[long] - seconds[short])
-    return Rate(rate, answers, together)
+    return Rate(rate, answers, min(together.values()))
 
 
 def add_result_options(

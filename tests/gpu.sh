@@ -9,6 +9,8 @@ package=$root/sglang_dflash
 export NATIVE_OPS=${NATIVE_OPS:-1} TRITON_F32_DEFAULT=${TRITON_F32_DEFAULT:-ieee}
 # no compiling while requests wait: what SGLang compiles of its sampler takes minutes in many servers
 export TORCHDYNAMO_DISABLE=${TORCHDYNAMO_DISABLE:-1}
+# the tests' chunks; by more, SGLang's deterministic mode never begins a prompt longer than a chunk
+export SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE=${SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE:-64}
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1}
 export PYTHONPATH=$root/tests/plugins${PYTHONPATH:+:$PYTHONPATH}
 # later arguments win

@@ -15,6 +15,12 @@ logger = logging.getLogger(__name__)
 
 SIMULATE = "SGLANG_SIMULATE_ACC_LEN"
 
+# backend: what sets the tokens by which SGLang cuts prompts in deterministic mode, and how many
+PROMPT_CUTS = {
+    "triton": ("SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE", 4096),
+    "flashinfer": ("SGLANG_FLASHINFER_PREFILL_SPLIT_TILE_SIZE", 4096),
+}
+
 # what SGLang reserves graph and sampling memory for when the user names no number
 DEFAULT_MAX_RUNNING_REQUESTS = 48
 
@@ -22,6 +28,7 @@ DEFAULT_MAX_RUNNING_REQUESTS = 48
 def handle_dflash(server_args: Any) -> None:
     """Check and complete the arguments of a DFLASH server, in place of SGLang's own handler."""
     _refuse_unsupported(server_args)
+    _refuse_endless_wait(server_args)
     drafter = read_drafter(server_args)
     target_config = server_args.get_model_config()
     target = target_spec(target_config)
@@ -181,6 +188,21 @@ def _refuse_unsupported(server_args: Any) -> None:
         raise ValueError(
             f"DFLASH does not support {', '.join(named)}. Drop it, or serve without "
             "--speculative-algorithm DFLASH."
+        )
+
+
+def _refuse_endless_wait(server_args: Any) -> None:
+    """Refuse chunks so small that SGLang, in deterministic mode, never begins a longer prompt."""
+    backend, chunk = server_args.attention_backend, server_args.chunked_prefill_size
+    if not server_args.enable_deterministic_inference or backend not in PROMPT_CUTS:
+        return
+    variable, default = PROMPT_CUTS[backend]
+    cut = int(os.environ.get(variable, default))
+    if chunk is not None and 0 < chunk < cut:
+        raise ValueError(
+            f"With --enable-deterministic-inference and --attention-backend {backend} SGLang cuts "
+            f"prompts by {cut} tokens, so a prompt of more than --chunked-prefill-size {chunk} "
+            f"would wait for ever. Set --chunked-prefill-size {cut}, or {variable}={chunk}."
         )
 
 

@@ -104,6 +104,19 @@ def test_unsupported_argument_is_refused(models: Path, extra: list[str], message
         parse(models, *extra)
 
 
+def test_chunks_that_would_let_a_prompt_wait_for_ever_are_refused(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deterministic = ["--enable-deterministic-inference", "--chunked-prefill-size", "64"]
+    parse(models, *deterministic)  # torch_native cuts prompts anywhere
+    on_triton = [*deterministic, "--attention-backend", "triton"]
+    on_triton += ["--speculative-draft-attention-backend", "torch_native"]
+    with pytest.raises(ValueError, match="more than --chunked-prefill-size 64 would wait for ever"):
+        parse(models, *on_triton)
+    monkeypatch.setenv("SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE", "64")
+    assert parse(models, *on_triton).chunked_prefill_size == 64
+
+
 def test_device_is_refused(models: Path) -> None:
     from sglang_dflash.glue.server_args import handle_dflash
 
