@@ -51,6 +51,10 @@ def handle_dflash(server_args: Any) -> None:
         logger.info(
             "DFLASH: --max-running-requests is %d unless you set it.", DEFAULT_MAX_RUNNING_REQUESTS
         )
+    if server_args.min_free_slots_delay is None:
+        # SGLang leaves up to three slots empty for DFLASH, whose admission it finds dear. Ours is
+        # a few launches more than a prefill without it, so nobody waits beside an empty slot
+        server_args.min_free_slots_delay = 1
     overlap = _overlap(server_args)
     server_args.disable_overlap_schedule = not overlap.schedule
     logger.info(

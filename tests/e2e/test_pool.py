@@ -1,10 +1,13 @@
-"""A KV pool so small that requests are retracted and start again."""
+"""Requests in a KV pool and in slots that hold few of them."""
 
 from __future__ import annotations
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import requests
+import systems
 
 from server import SCHEDULES, Server
 
@@ -27,3 +30,21 @@ def test_retracted_requests_answer_as_if_nothing_happened(
         assert requests.post(f"{server.url}/flush_cache", timeout=30).ok
         assert server.state()["sglang_dflash"]["free_kv_slots"] == POOL
         assert "leak" not in server.log().lower()
+
+
+def test_no_request_waits_beside_an_empty_slot(prompts: list[list[int]]) -> None:
+    """SGLang's DFLASH admits only when several slots are free; the last ones stay empty."""
+    context = ("--context-length", "512", "--max-total-tokens", "8192")
+    with (
+        Server(*context, "--max-running-requests", "8") as server,
+        ThreadPoolExecutor(7) as pool,
+    ):
+        long = [
+            pool.submit(server.generate, ids, max_new_tokens=300, ignore_eos=True)
+            for ids in prompts[:7]
+        ]
+        while systems.ran_together(server.log()) < 7:
+            assert not any(future.done() for future in long)
+            time.sleep(0.02)
+        server.generate(prompts[7], max_new_tokens=4, ignore_eos=True)
+        assert not any(future.done() for future in long)

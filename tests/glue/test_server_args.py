@@ -40,6 +40,8 @@ def test_arguments_are_completed(models: Path) -> None:
     assert args.speculative_draft_attention_backend == "torch_native"
     assert args.max_running_requests == 48
     assert not args.disable_overlap_schedule
+    assert args.min_free_slots_delay == 1
+    assert parse(models, "--min-free-slots-delay", "3").min_free_slots_delay == 3
 
 
 def test_the_drafter_is_not_quantised_with_its_target(models: Path) -> None:
