@@ -152,11 +152,7 @@ def run_cell(cell: Cell, options: argparse.Namespace, *, timeout_s: float) -> di
         end = server.log()[-3000:]
         raise RuntimeError(f"{error}\n{end}") from error
     finally:
-        server.stop()
-        if options.logs:
-            options.logs.mkdir(parents=True, exist_ok=True)
-            name = cell.key.replace(" | ", "_")
-            (options.logs / f"{name}.log").write_text(server.log()[-1_000_000:])
+        systems.stop_server(server, options.logs, cell.key.replace(" | ", "_"))
 
 
 class Results:

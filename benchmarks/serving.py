@@ -164,10 +164,7 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
             found["memory_gb"] = systems.memory_by_part(server.state(), server.log())
         return found | ({"gpu_time": splits} if splits else {})
     finally:
-        server.stop()
-        if options.logs:
-            options.logs.mkdir(parents=True, exist_ok=True)
-            (options.logs / f"{system}.log").write_text(server.log()[-2_000_000:])
+        systems.stop_server(server, options.logs, system)
 
 
 def compare_outputs(results: dict[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ SAMPLING = {
 }
 PROMPT_IDS = (1000, 50000)
 PANELS_PER_ROW = 5
+KEPT_LOG = 2_000_000  # characters
 
 
 def switches(system: str, simulate_accept_length: float = 0.0) -> dict[str, str]:
@@ -169,6 +170,14 @@ def add_result_options(
         parser.add_argument("--logs", type=Path, help="folder for each server's log and traces")
     if picture:
         parser.add_argument("--picture", type=Path, help="only draw the picture of a result file")
+
+
+def stop_server(server: ServerProcess, logs: Path | None, name: str) -> None:
+    """Stop a server; where there is a folder for logs, keep the end of its own there."""
+    server.stop()
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / f"{name}.log").write_text(server.log()[-KEPT_LOG:])
 
 
 def provenance(commit: str | None, *, hidden: Iterable[str] = ()) -> dict[str, Any]:

@@ -245,10 +245,7 @@ class Run:
             print(f"{system}: {error}", flush=True)
             result["error"] = str(error)[-2000:]
         finally:
-            server.stop()
-            if self.options.logs:
-                self.options.logs.mkdir(parents=True, exist_ok=True)
-                (self.options.logs / f"{system}.log").write_text(server.log()[-2_000_000:])
+            systems.stop_server(server, self.options.logs, system)
 
     def _warm_up(self, server: ServerProcess) -> None:
         first = [questions[0] for questions in self.questions.values() if questions]
