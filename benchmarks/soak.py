@@ -52,8 +52,8 @@ SERVER = (
     "--max-running-requests",
     "16",
 )
-# seeds need SGLang's deterministic mode
-SERVER += ("--enable-deterministic-inference",)
+# for seeds; on a GPU the verify attention is then SGLang's, not ours
+DETERMINISTIC = ("--enable-deterministic-inference",)
 SAMPLED = {"temperature": 1.4}
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -92,10 +92,15 @@ class Outcome:
     tokens: int = 0
 
 
-def draw(chance: random.Random, questions: list[list[int]]) -> Ask:
+def choose_kinds(options: argparse.Namespace) -> list[str]:
+    """Return the kinds of requests that can be compared with plain decoding."""
+    return [name for name, kind in KINDS.items() if options.seeds or not kind["temperature"]]
+
+
+def draw(chance: random.Random, kinds: list[str], questions: list[list[int]]) -> Ask:
     """Make up a request: a question, which is drafted well, or noise, of which half begins like
     other noise."""
-    kind = chance.choice(list(KINDS))
+    kind = chance.choice(kinds)
     length = chance.choice([1, 2, 7, 30, 63, 64, 65, 120, 250, 250, 700, 1800])
     if chance.random() < 0.5:
         prompt = chance.choice(questions)
@@ -195,10 +200,10 @@ def memory_mb(server: Server) -> float:
     return sum(process.memory_info().rss for process in family) / 2**20
 
 
-def warm_up(*servers: Server) -> None:
+def warm_up(kinds: list[str], *servers: Server) -> None:
     """Ask for one answer of each kind, so that nothing is compiled while requests wait."""
     for server in servers:
-        for kind in KINDS.values():
+        for kind in (KINDS[name] for name in kinds):
             params = {**kind, **({"sampling_seed": 1} if kind["temperature"] else {})}
             server.generate([5, 6, 7], max_new_tokens=8, **params)
             server.generate_all([[5, 6, 7]] * 4, max_new_tokens=8, **params)
@@ -207,7 +212,7 @@ def warm_up(*servers: Server) -> None:
 def storm(plain: Server, dflash: Server, options: argparse.Namespace) -> dict[str, Any]:
     """Run the storm and return what came of it."""
     chance = random.Random(options.seed)
-    questions = encode_questions()
+    questions, kinds = encode_questions(), choose_kinds(options)
     outcome, lock = Outcome(), threading.Lock()
     began = time.monotonic()
     memory: list[float] = []
@@ -225,7 +230,7 @@ def storm(plain: Server, dflash: Server, options: argparse.Namespace) -> dict[st
             if len(waiting) >= options.concurrency:
                 time.sleep(0.01)
                 continue
-            ask = draw(chance, questions)
+            ask = draw(chance, kinds, questions)
             waiting.append(pool.submit(check, plain.url, dflash.url, ask, outcome, lock))
             sent += 1
             if sent % 50 == 0:
@@ -247,6 +252,7 @@ def storm(plain: Server, dflash: Server, options: argparse.Namespace) -> dict[st
         "wrong": [json.dumps(found) for found, gap in judged if gap >= TIE],
         "failed": outcome.failed,
         "memory_mb": [round(value) for value in memory],
+        "verify_attention": dflash.state()["sglang_dflash"]["verify_attention"],
         **leftovers(dflash),
     }
 
@@ -286,6 +292,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0, help="run this long instead")
     parser.add_argument("--concurrency", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--no-seeds",
+        dest="seeds",
+        action="store_false",
+        help="no seeded requests, and so no deterministic mode, which has its own verify attention",
+    )
     parser.add_argument("--script", type=Path, help="starts a server; launch/cpu.sh if not given")
     parser.add_argument("--out", type=Path, help="write the report as JSON")
     return parser.parse_args(arguments)
@@ -295,12 +307,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Start both servers, let the storm loose, and return its report."""
     if options.script:
         Server.script = options.script.resolve()
-    plain = Server(*SERVER, "--max-total-tokens", "16384", plain=True)
-    dflash = Server(*SERVER, "--max-total-tokens", str(POOL))
+    common = SERVER + (DETERMINISTIC if options.seeds else ())
+    plain = Server(*common, "--max-total-tokens", "16384", plain=True)
+    dflash = Server(*common, "--max-total-tokens", str(POOL))
     try:
         plain.wait()
         dflash.wait()
-        warm_up(plain, dflash)
+        warm_up(choose_kinds(options), plain, dflash)
         return storm(plain, dflash, options)
     finally:
         plain.stop()

@@ -137,6 +137,7 @@ class SGLang:
         from sglang.kernels.ops.kvcache.kvcache import store_cache
         from sglang.kernels.ops.layernorm import fused_add_rmsnorm, rmsnorm
         from sglang.kernels.ops.layernorm.gemma4_fused_ops import (
+            gemma_dual_rmsnorm_residual_scalar,
             gemma_qkv_rmsnorm,
             gemma_rmsnorm_residual_scalar,
         )
@@ -151,6 +152,7 @@ class SGLang:
         self.fused_add_rmsnorm, self.rmsnorm = fused_add_rmsnorm, rmsnorm
         self.qkv_rmsnorm = gemma_qkv_rmsnorm
         self.rmsnorm_residual = gemma_rmsnorm_residual_scalar
+        self.dual_rmsnorm = gemma_dual_rmsnorm_residual_scalar
         self.dflash = dflash
         self.norm_and_rope = _fused_norm_rope_stacked
 
@@ -226,29 +228,55 @@ class Maker:
         )
 
     def layer_norms(self, ops: Ops, theirs: SGLang | None) -> Iterator[Case]:
-        """After attention the sum is normed for the MLP, after the MLP for the next layer."""
-        x, residual = (self.normal(self.rows, self.sizes.hidden) for _ in range(2))
-        weight, one = self.normal(self.sizes.hidden), self.normal(1)
+        """After attention the sum is normed for the MLP, after the MLP for the next layer.
 
-        def call(which: Ops, scale: Tensor | None) -> Call:
-            options = {"norm_weight": weight, "next_weight": weight, "scale": scale, "eps": 1e-6}
-            return lambda turn: which.norm_add_norm(x[None], residual, **options)
+        With experts, after attention for the MLP, the router and the experts, and after them the
+        sum of both branches, each normed.
+        """
+        x, residual, branch = (self.normal(self.rows, self.sizes.hidden) for _ in range(3))
+        weight, one = self.normal(self.sizes.hidden), self.normal(1)
 
         def attention(turn: int) -> None:
             assert theirs
             theirs.fused_add_rmsnorm(theirs.rmsnorm(x, weight), residual, weight)
 
+        def before_experts(turn: int) -> None:
+            assert theirs
+            attention(turn)
+            for _router_and_experts in range(2):
+                theirs.rmsnorm(residual, weight)
+
         def mlp(turn: int) -> None:
             assert theirs
             theirs.rmsnorm(theirs.rmsnorm_residual(x, weight, residual, one), weight)
 
-        moved = 4 * x.nbytes
-        for name, scale, other in (("attention", None, attention), ("the MLP", one, mlp)):
+        def experts(turn: int) -> None:
+            assert theirs
+            joined = theirs.dual_rmsnorm(x, weight, branch, weight, weight, residual, one)
+            theirs.rmsnorm(joined, weight)
+
+        def call(which: Ops, following: int, scale: Tensor | None, *, joined: bool) -> Call:
+            return lambda turn: which.norm_add_norm(
+                x[None],
+                residual,
+                norm_weight=weight,
+                next_weights=(weight,) * following,
+                scale=scale,
+                eps=1e-6,
+                beside=(branch, weight, weight) if joined else None,
+            )
+
+        for name, following, scale, joined, other in (
+            ("attention", 1, None, False, attention),
+            ("attention, before experts", 3, None, False, before_experts),
+            ("the MLP", 1, one, False, mlp),
+            ("the MLP and experts", 1, one, True, experts),
+        ):
             yield Case(
                 f"norms after {name}",
-                moved,
-                call(ops, scale),
-                call(TORCH, scale),
+                (3 + following + joined) * x.nbytes,
+                call(ops, following, scale, joined=joined),
+                call(TORCH, following, scale, joined=joined),
                 theirs and other,
             )
 

@@ -1,9 +1,9 @@
-"""A dense Gemma-4 layer's verify pass in fewer launches: what lies between its products, fused.
+"""A Gemma-4 layer's verify pass in fewer launches: what lies between its products, fused.
 
 The forward of each layer is replaced on the instance, for verify blocks only. Norms and RoPE of q,
 k and v are one launch (`kernels/qkv_norm.py`), so are the norms around a residual
 (`kernels/residual_norm.py`), across the border of two layers, too. With few rows, products whose
-shape was measured to gain run as `kernels/thin_linear.py`.
+shape was measured to gain run as `kernels/thin_linear.py`. Experts themselves run as SGLang's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PRODUCTS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.d
 
 
 def install_fused_layers(model: Any, ops: Ops) -> str:
-    """Fuse every layer of a dense Gemma-4 target; return what serves the layers."""
+    """Fuse every layer of a Gemma-4 target; return what serves the layers."""
     layers = [m for m in model.modules() if type(m).__name__ == "Gemma4DecoderLayer"]
     if not layers:
         return "sglang"
@@ -36,8 +36,6 @@ def _why_not(layer: Any) -> str | None:
     attention = layer.self_attn
     if layer.has_ple:
         return "per-layer embeddings"
-    if layer.enable_moe_block:
-        return "experts"
     if attention.is_kv_shared_layer:
         return "shared KV"
     norms = (attention.q_norm, attention.k_norm)
@@ -81,27 +79,50 @@ class FusedLayer:
             return self._original(
                 positions, hidden_states, per_layer_input, forward_batch, **unusual
             )
-        layer, ops = self._layer, self._ops
-        residual, normed = ops.norm_add_norm(
+        layer = self._layer
+        residual, normed = self._ops.norm_add_norm(
             self._attend(self._normed(hidden_states), positions, forward_batch),
             hidden_states,
             norm_weight=layer.post_attention_layernorm.weight,
-            next_weight=layer.pre_feedforward_layernorm.weight,
+            next_weights=self._middle_norms(),
             scale=None,
             eps=layer.post_attention_layernorm.variance_epsilon,
         )
         following = self._following
-        result, normed = ops.norm_add_norm(
-            self._feed_forward(normed),
+        result, ready = self._ops.norm_add_norm(
+            self._feed_forward(normed[0]),
             residual,
             norm_weight=layer.post_feedforward_layernorm.weight,
-            next_weight=None if following is None else following.first_norm,
+            next_weights=() if following is None else (following.first_norm,),
             scale=layer.layer_scalar,
             eps=layer.post_feedforward_layernorm.variance_epsilon,
+            beside=self._ask_experts(*normed[1:]) if layer.enable_moe_block else None,
         )
         if following is not None:
-            following._ready = (result, normed)
+            following._ready = (result, ready[0])
         return result, None
+
+    def _middle_norms(self) -> tuple[Tensor, ...]:
+        """Return the weights of the norms after attention: for the MLP, the router, the experts."""
+        layer = self._layer
+        if not layer.enable_moe_block:
+            return (layer.pre_feedforward_layernorm.weight,)
+        if not layer.router._scale_fused:
+            layer.router.fuse_scale()
+        return (
+            layer.pre_feedforward_layernorm.weight,
+            layer.router.norm.weight,
+            layer.pre_feedforward_layernorm_2.weight,
+        )
+
+    def _ask_experts(
+        self, for_router: Tensor, for_experts: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the experts answer, [n, H], and the norms of the MLP's result and of it."""
+        layer = self._layer
+        answer = layer.moe(for_experts, layer.router.proj(for_router)[0])
+        mlp_norm, own_norm = layer.post_feedforward_layernorm_1, layer.post_feedforward_layernorm_2
+        return answer, mlp_norm.weight, own_norm.weight
 
     @property
     def first_norm(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -88,9 +89,10 @@ class NormAddNorm(Protocol):
         residual: Tensor,
         *,
         norm_weight: Tensor,
-        next_weight: Tensor | None,
+        next_weights: Sequence[Tensor],
         scale: Tensor | None,
         eps: float,
+        beside: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 

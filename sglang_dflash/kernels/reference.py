@@ -6,6 +6,8 @@ costs no synchronisation. `verify_attention` and `index_prefixes` do: they are s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -282,21 +284,25 @@ def norm_add_norm(
     residual: Tensor,  # [n, H]
     *,
     norm_weight: Tensor,  # [H]
-    next_weight: Tensor | None,  # [H]
+    next_weights: Sequence[Tensor],  # K of [H]
     scale: Tensor | None,  # [1]
     eps: float,
+    beside: tuple[Tensor, Tensor, Tensor] | None = None,  # [n, H], [H], [H]
 ) -> tuple[Tensor, Tensor]:
-    """Return (new residual, the same normed by `next_weight`), both [n, H] in residual's type.
+    """Return (new residual [n, H], the same normed by each weight [K, n, H]) in residual's type.
 
-    The new residual is (norm(sum of parts) + residual) * scale. Without `next_weight` the second is
-    the first.
+    The new residual is (norm(sum of parts) + residual) * scale. `beside` is another branch, a
+    weight for the sum and a weight for it: both are normed by these and added before.
     """
     x = parts.float().sum(0).to(residual.dtype).float()
+    if beside is not None:
+        branch, first_weight, beside_weight = beside
+        x = rms_norm(x, first_weight, eps) + rms_norm(branch.float(), beside_weight, eps)
     x = rms_norm(x, norm_weight, eps) + residual.float()
     out = (x if scale is None else x * scale.float()).to(residual.dtype)
-    if next_weight is None:
-        return out, out
-    return out, rms_norm(out, next_weight, eps)
+    if not next_weights:
+        return out, out.new_empty(0, *out.shape)
+    return out, torch.stack([rms_norm(out, weight, eps) for weight in next_weights])
 
 
 def index_prefixes(

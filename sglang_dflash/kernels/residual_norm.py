@@ -2,13 +2,17 @@
 
 What is fused. The parts of a product cut along its depth are summed; the sum is normed, added to
 the residual and scaled; the result is stored as the new residual and normed once more for the
-product that follows. A layer has two of these; separately they are six launches.
+product that follows. A layer has two of these; separately they are six launches. In a layer with
+experts three products follow the first, and the second joins two branches, each normed before.
 
-Layout contract: parts [S, n, H] and residual [n, H], dense; any float type, computed in fp32.
+Layout contract: parts [S, n, H], residual and beside [n, H], dense; any float type, computed in
+fp32.
 """
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -18,13 +22,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_dflash.kernels.overlap import overlapped
 
+# as many products as follow one another's norm in any layer
+MAX_FOLLOWING = 3
+
+
+@triton.jit
+def _norm(x, weight, eps, WIDTH: tl.constexpr):
+    return x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight
+
 
 # fmt: off
 @triton.jit
 def _norm_add_norm(
-    parts, residual, norm_weight, next_weight, scale, out, normed, num_rows, eps,
-    WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-    SCALED: tl.constexpr, NORMED: tl.constexpr, OVERLAPPED: tl.constexpr,
+    parts, residual, beside, first_weight, beside_weight, norm_weight, next_0, next_1, next_2,
+    scale, out, normed, num_rows, eps,
+    WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr,
+    SCALED: tl.constexpr, FOLLOWING: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):
     # fmt: on
     row = tl.program_id(0).to(tl.int64)
@@ -32,8 +45,8 @@ def _norm_add_norm(
     live = column < WIDTH
     # weights depend on nothing: they are on their way while the product ends
     weight = tl.load(norm_weight + column, mask=live, other=0.0).to(tl.float32)
-    if NORMED:
-        after = tl.load(next_weight + column, mask=live, other=0.0).to(tl.float32)
+    if FOLLOWING > 0:
+        after = tl.load(next_0 + column, mask=live, other=0.0).to(tl.float32)
     if OVERLAPPED:
         gdc_launch_dependents()
         gdc_wait()
@@ -43,16 +56,29 @@ def _norm_add_norm(
         x += tl.load(parts + split * num_rows * WIDTH + at, mask=live, other=0.0).to(tl.float32)
     # what a product would have stored
     x = x.to(out.dtype.element_ty).to(tl.float32)
-    x = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight
+    if JOINED:
+        first = tl.load(first_weight + column, mask=live, other=0.0).to(tl.float32)
+        second = tl.load(beside_weight + column, mask=live, other=0.0).to(tl.float32)
+        other = tl.load(beside + at, mask=live, other=0.0).to(tl.float32)
+        x = _norm(x, first, eps, WIDTH) + _norm(other, second, eps, WIDTH)
+    x = _norm(x, weight, eps, WIDTH)
     x += tl.load(residual + at, mask=live, other=0.0).to(tl.float32)
     if SCALED:
         x *= tl.load(scale).to(tl.float32)
     stored = x.to(out.dtype.element_ty)
     tl.store(out + at, stored, mask=live)
-    if NORMED:
-        x = stored.to(tl.float32)
-        x = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * after
-        tl.store(normed + at, x.to(normed.dtype.element_ty), mask=live)
+    x = stored.to(tl.float32)
+    if FOLLOWING > 0:
+        found = _norm(x, after, eps, WIDTH)
+        tl.store(normed + at, found.to(normed.dtype.element_ty), mask=live)
+    if FOLLOWING > 1:
+        after = tl.load(next_1 + column, mask=live, other=0.0).to(tl.float32)
+        found = _norm(x, after, eps, WIDTH).to(normed.dtype.element_ty)
+        tl.store(normed + num_rows * WIDTH + at, found, mask=live)
+    if FOLLOWING > 2:
+        after = tl.load(next_2 + column, mask=live, other=0.0).to(tl.float32)
+        found = _norm(x, after, eps, WIDTH).to(normed.dtype.element_ty)
+        tl.store(normed + 2 * num_rows * WIDTH + at, found, mask=live)
 
 
 def norm_add_norm(
@@ -60,22 +86,29 @@ def norm_add_norm(
     residual: Tensor,
     *,
     norm_weight: Tensor,
-    next_weight: Tensor | None,
+    next_weights: Sequence[Tensor],
     scale: Tensor | None,
     eps: float,
+    beside: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Do what `reference.norm_add_norm` does."""
     splits, rows, width = parts.shape
-    assert parts.is_contiguous() and residual.is_contiguous(), (parts.stride(), residual.stride())
+    following = len(next_weights)
+    assert following <= MAX_FOLLOWING, following
+    dense = (parts, residual) if beside is None else (parts, residual, beside[0])
+    assert all(t.is_contiguous() for t in dense), [t.stride() for t in dense]
     out = torch.empty_like(residual)
-    normed = torch.empty_like(residual) if next_weight is not None else out
+    normed = residual.new_empty(following, rows, width)
+    after = [*next_weights, *[None] * (MAX_FOLLOWING - following)]
     _norm_add_norm[(rows,)](
-        *(parts, residual, norm_weight, next_weight, scale, out, normed, rows, eps),
+        *(parts, residual, *(beside or [None] * 3), norm_weight, *after),
+        *(scale, out, normed, rows, eps),
         WIDTH=width,
         SPLITS=splits,
         BLOCK=triton.next_power_of_2(width),
+        JOINED=beside is not None,
         SCALED=scale is not None,
-        NORMED=next_weight is not None,
+        FOLLOWING=following,
         num_warps=8 if width > 1024 else 4,
         **overlapped(parts.device.type),
     )

@@ -66,16 +66,20 @@ def test_norm_and_turn(q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype
 @runs_kernel
 @pytest.mark.parametrize("dtype", TYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("last", [False, True], ids=["between", "last"])
-def test_norm_add_norm(last: bool, splits: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("following", [0, 1, 3])
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_norm_add_norm(experts: bool, following: int, splits: int, dtype: torch.dtype) -> None:
     torch.manual_seed(splits)
     parts = draw(splits, 7, 600, dtype=torch.float32 if splits > 1 else dtype)
     residual = draw(7, 600, dtype=dtype)
     arguments = {
         "norm_weight": draw(600, dtype=dtype),
-        "next_weight": None if last else draw(600, dtype=dtype),
-        "scale": torch.tensor([0.7], device=DEVICE, dtype=dtype) if last else None,
+        "next_weights": [draw(600, dtype=dtype) for _ in range(following)],
+        "scale": torch.tensor([0.7], device=DEVICE, dtype=dtype) if following < 3 else None,
         "eps": 1e-6,
+        "beside": (draw(7, 600, dtype=dtype), draw(600, dtype=dtype), draw(600, dtype=dtype))
+        if experts
+        else None,
     }
     found = norm_add_norm(parts, residual, **arguments)
     expected = reference.norm_add_norm(parts, residual, **arguments)
