@@ -1,11 +1,11 @@
 """A draw from each row of logits, by top-k and top-p, read in the type the head wrote.
 
 What is fused. Plain decoding widens the logits to fp32, caps, scales and normalises them in a pass
-each and then filters them in several more. Here the cap, the temperature and the sum are taken on
-the fly, and the k-th highest value is found by counting: a histogram of the upper eight bits, then
-one of the next eight among the numbers of the bin where the k-th lies, and so on; two passes name
-a half-precision number exactly. The few tokens that are not below it go to a second kernel, which
-applies both filters and draws.
+each and then filters them in several more. Here one pass takes the cap, the temperature and the sum
+on the fly, and the highest number in each of BLOCK lanes. The k-th highest of these is reached by k
+numbers at least, and by few more, for the likeliest tokens seldom share a lane; a second pass
+gathers what reaches it. Should that be too many, the k-th number of the whole row is searched for
+bit by bit, a pass each. A second kernel applies both filters to the few, and draws.
 
 The filters are those of plain decoding: a token is kept while fewer than k tokens are likelier, and
 while those hold less than top_p of the whole. Equal tokens are kept or dropped together; of more
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
+BLOCK = 4096
 STAGES = 4  # blocks asked for ahead
 # twice MAX_TOP_K, which leaves room for tokens that equal the k-th
 CANDIDATES = 256
@@ -58,13 +58,66 @@ def _scaled(x, temperature, LOGIT_CAP: tl.constexpr):
 
 
 @triton.jit
-def _bin_of(counts, wanted):
-    """Return the highest bin that has `wanted` with those above it, and how many those are."""
-    bins = tl.arange(0, 256)
-    here_and_above = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    found = tl.max(tl.where(here_and_above >= wanted, bins, 0), 0)
-    above = tl.sum(tl.where(bins > found, counts, 0), 0)
-    return found, above
+def _load(logits, start, width, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return columns, their numbers, and their places in the order: 0 for what is no number."""
+    column = start + tl.arange(0, BLOCK)
+    raw = tl.load(logits + column, mask=column < width, other=0.0)
+    live = _is_number(raw) & (column < width)
+    return column, raw, tl.where(live, _order(raw, BITS), 0)
+
+
+@triton.jit
+def _kth_of_lanes(best, wanted, BITS: tl.constexpr):
+    """Return the highest place that `wanted` lanes reach, 0 if so many never do."""
+    found = tl.full([], 0, tl.uint32)
+    for step in tl.static_range(BITS):
+        trial = found + (tl.full([], 1, tl.uint32) << (BITS - 1 - step))
+        enough = tl.sum((best >= trial).to(tl.int32), 0) >= wanted
+        found = tl.where(enough, trial, found)
+    return found
+
+
+# fmt: off
+@triton.jit
+def _kth_of_row(
+    logits, width, wanted, BITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
+    # fmt: on
+    """Return the highest place that `wanted` numbers reach."""
+    found = tl.full([], 0, tl.uint32)
+    for step in range(BITS):
+        trial = found + (tl.full([], 1, tl.uint32) << (BITS - 1 - step))
+        count = 0
+        for start in tl.range(0, width, BLOCK, num_stages=STAGES):
+            _, _, order = _load(logits, start, width, BITS, BLOCK)
+            count += tl.sum((order >= trial).to(tl.int32), 0)
+        found = tl.where(count >= wanted, trial, found)
+    return found
+
+
+# fmt: off
+@triton.jit
+def _gather_from(
+    threshold, logits, values, indices, width, temperature,
+    BITS: tl.constexpr, LOGIT_CAP: tl.constexpr, CANDIDATES: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):
+    # fmt: on
+    """Store the first CANDIDATES numbers that reach the threshold; return how many do."""
+    gathered = 0
+    # not a number is at 0
+    threshold = tl.maximum(threshold, 1)
+    for start in tl.range(0, width, BLOCK, num_stages=STAGES):
+        column, raw, order = _load(logits, start, width, BITS, BLOCK)
+        chosen = (order >= threshold).to(tl.int32)
+        here = tl.sum(chosen, 0)
+        if here > 0:
+            at = gathered + tl.cumsum(chosen, 0) - 1
+            fits = (chosen > 0) & (at < CANDIDATES)
+            tl.store(values + at, _scaled(raw, temperature, LOGIT_CAP), mask=fits)
+            tl.store(indices + at, column, mask=fits)
+            gathered += here
+    return gathered
 
 
 # fmt: off
@@ -78,61 +131,40 @@ def _gather(
     row = tl.program_id(0).to(tl.int64)
     request = row // per_request
     logits += row * row_stride
+    values += row * CANDIDATES
+    indices += row * CANDIDATES
     temperature = tl.load(temperatures + request)
     wanted = tl.load(top_ks + request).to(tl.int32)
 
-    # the sum of the whole row, and where the k-th value lies to eight bits
     peak = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    counts = tl.zeros([256], tl.int32)
+    best = tl.zeros([BLOCK], tl.uint32)
     for start in tl.range(0, width, BLOCK, num_stages=STAGES):
-        column = start + tl.arange(0, BLOCK)
-        raw = tl.load(logits + column, mask=column < width, other=0.0)
-        live = _is_number(raw) & (column < width)
-        x = tl.where(live, _scaled(raw, temperature, LOGIT_CAP), float("-inf"))
+        _, raw, order = _load(logits, start, width, BITS, BLOCK)
+        best = tl.maximum(best, order)
+        x = tl.where(order > 0, _scaled(raw, temperature, LOGIT_CAP), float("-inf"))
         higher = tl.maximum(peak, x)
         # what is infinitely low has no weight, and a lane that has seen nothing else no sum
         seen = higher > float("-inf")
         total = tl.where(seen, total * tl.exp(peak - higher) + tl.exp(x - higher), 0.0)
         peak = higher
-        place = (_order(raw, BITS) >> (BITS - 8)).to(tl.int32)
-        counts += tl.histogram(tl.where(live, place, 0), 256)
     highest = tl.max(peak, 0)
     tl.store(peaks + row, highest)
     tl.store(sums + row, tl.sum(total * tl.exp(peak - highest), 0))
-    found, above = _bin_of(counts, wanted)
-    wanted -= above
-    threshold = found.to(tl.uint32)
 
-    # eight bits more, among the numbers that begin so; the others count in bin 0, the last resort
-    for level in tl.static_range(1, BITS // 8):
-        counts = tl.zeros([256], tl.int32)
-        for start in tl.range(0, width, BLOCK, num_stages=STAGES):
-            column = start + tl.arange(0, BLOCK)
-            raw = tl.load(logits + column, mask=column < width, other=0.0)
-            order = _order(raw, BITS) >> (BITS - 8 - 8 * level)
-            chosen = _is_number(raw) & (column < width) & ((order >> 8) == threshold)
-            counts += tl.histogram(tl.where(chosen, (order & 0xFF).to(tl.int32), 0), 256)
-        found, above = _bin_of(counts, wanted)
-        wanted -= above
-        threshold = threshold * 256 + found.to(tl.uint32)
-
-    gathered = 0
-    for start in tl.range(0, width, BLOCK, num_stages=STAGES):
-        column = start + tl.arange(0, BLOCK)
-        raw = tl.load(logits + column, mask=column < width, other=0.0)
-        chosen = _is_number(raw) & (column < width) & (_order(raw, BITS) >= threshold)
-        chosen = chosen.to(tl.int32)
-        here = tl.sum(chosen, 0)
-        if here > 0:
-            at = gathered + tl.cumsum(chosen, 0) - 1
-            fits = (chosen > 0) & (at < CANDIDATES)
-            x = _scaled(raw, temperature, LOGIT_CAP)
-            tl.store(values + row * CANDIDATES + at, x, mask=fits)
-            tl.store(indices + row * CANDIDATES + at, column, mask=fits)
-            gathered += here
+    threshold = _kth_of_lanes(best, wanted, BITS)
+    gathered = _gather_from(
+        threshold, logits, values, indices, width, temperature,
+        BITS, LOGIT_CAP, CANDIDATES, BLOCK, STAGES,
+    )
+    if gathered > CANDIDATES:
+        threshold = _kth_of_row(logits, width, wanted, BITS, BLOCK, STAGES)
+        gathered = _gather_from(
+            threshold, logits, values, indices, width, temperature,
+            BITS, LOGIT_CAP, CANDIDATES, BLOCK, STAGES,
+        )
     slot = tl.arange(0, CANDIDATES)
-    tl.store(values + row * CANDIDATES + slot, float("-inf"), mask=slot >= gathered)
+    tl.store(values + slot, float("-inf"), mask=slot >= gathered)
 
 
 # fmt: off
@@ -194,7 +226,7 @@ def sample_rows(
         CANDIDATES=CANDIDATES,
         BLOCK=BLOCK,
         STAGES=STAGES,
-        num_warps=8,
+        num_warps=16,
     )
     _draw[(rows,)](
         *(values, indices, peaks, sums, top_ks, top_ps, uniforms, out, per_request),

@@ -142,6 +142,31 @@ def test_sample_rows(rows: int, width: int, dtype: torch.dtype) -> None:
 
 
 @runs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_likely_tokens_that_share_a_lane_are_all_seen(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens so far apart that one lane reads them all, so that its best tells of one only."""
+    from sglang_dflash.kernels import sample
+
+    monkeypatch.setattr(sample, "BLOCK", 64)
+    monkeypatch.setattr(sample, "CANDIDATES", 32)
+    torch.manual_seed(0)
+    likely = 36
+    logits = torch.randn(2, 64 * likely, device=DEVICE)
+    logits[:, 5::64] = 50.0 + torch.randperm(likely, device=DEVICE) / 2
+    logits = logits.to(dtype)
+    filters = {
+        "temperatures": torch.tensor([3.0, 5.0], device=DEVICE),
+        "top_ks": torch.tensor([20, 4], device=DEVICE),
+        "top_ps": torch.ones(2, device=DEVICE),
+    }
+    uniforms = torch.full((2,), 0.6, device=DEVICE)
+    found = TRITON.sample_rows(logits, uniforms, **filters)
+    assert_same(found, TORCH.sample_rows(logits, uniforms, **filters))
+
+
+@runs_kernel
 def test_sampling_skips_what_is_no_number_and_takes_the_first_of_equals() -> None:
     logits = torch.full((3, 5000), -3.0, device=DEVICE, dtype=torch.bfloat16)
     logits[:, 4000] = logits[:, 17] = 5.0
