@@ -34,6 +34,7 @@ class Sizes:
     vocabulary: int = 262_144
     logit_cap: float = 30.0
     features: int = 6
+    draft_layers: int = 5
     draft_kv_heads: int = 8
     draft_head_dim: int = 128
     context: int = 512
@@ -429,29 +430,32 @@ class Maker:
     def write_context(self, ops: Ops, theirs: SGLang | None) -> Case:
         s = self.sizes
         shape = (s.draft_kv_heads, s.draft_head_dim)
-        projected = self.normal(self.rows, 2 * shape[0] * shape[1])
-        caches = [self.normal(2 * self.rows, *shape) for _ in range(2)]
+        layers = range(s.draft_layers)
+        projected = self.normal(s.draft_layers, self.rows, 2 * shape[0] * shape[1])
+        theirs_projected = projected.transpose(0, 1).contiguous()
+        keys, values = ([self.normal(2 * self.rows, *shape) for _ in layers] for _ in range(2))
         slots = torch.randperm(2 * self.rows, device=self.device)[: self.rows]
         norm, cos_sin = self.normal(shape[1]), self.cos_sin(shape[1])
-        eps = torch.full((1,), 1e-6, device=self.device)
+        norms = norm.expand(s.draft_layers, -1).contiguous()
+        eps = torch.full((s.draft_layers,), 1e-6, device=self.device)
 
         def call(which: Ops) -> Call:
-            options = {"k_norm_weight": norm, "cos_sin": cos_sin, "eps": 1e-6}
+            options = {"k_norm_weights": list(norms), "cos_sin": cos_sin, "eps": 1e-6}
             return lambda turn: which.write_context(
-                projected, self.positions, slots, *caches, **options
+                projected, self.positions, slots, keys, values, **options
             )
 
         def sglang(turn: int) -> None:
             assert theirs
-            keys, values = theirs.norm_and_rope(
-                *(projected[:, None], norm[None], eps, cos_sin, self.positions),
+            made = theirs.norm_and_rope(
+                *(theirs_projected, norms, eps, cos_sin, self.positions),
                 *(*shape, shape[1]),
             )
-            flat = [x.flatten(1) for x in (keys[0], values[0], *caches)]
-            theirs.store_cache(*flat, slots)
+            for layer in zip(*made, keys, values, strict=True):
+                theirs.store_cache(*(x.flatten(1) for x in layer), slots)
 
         return Case(
-            "features: norm, RoPE, write of one layer",
+            "features: norm, RoPE, write of all layers",
             2 * projected.nbytes,
             call(ops),
             call(TORCH),

@@ -48,12 +48,31 @@ class Engine:
             VerifyHead(target_model, ops, device_type=device_type),
             PenaltyTable(self.target_runner.model_config.vocab_size, draft_runner.device),
         )
+        self.graph_projected: Tensor | None = None
         self.block_input = compat.DFlashVerifyInput(
             draft_token=None,
             positions=None,
             draft_token_num=config.block_size,
             capture_hidden_mode=compat.CaptureHiddenMode.NULL,
         )
+
+    def project_in_graph(self) -> None:
+        """Have captured verify graphs end in the projection of all rows, `graph_projected`: which
+        of them are kept is known later, and a graph's launches cost the host nothing."""
+        layers = self.draft_runner.model.layers
+
+        @torch.no_grad()
+        def project(runner: Any, output: Any, _forward_batch: Any, num_tokens: int) -> None:
+            weights = [layer.self_attn.kv_weight for layer in layers]
+            if self.graph_projected is None:
+                rows = max(runner.capture_bs) * self.config.block_size
+                width = weights[0].shape[0]
+                self.graph_projected = weights[0].new_empty(len(weights), rows, width)
+            hidden = self._context_hidden(output.hidden_states)
+            for weight, room in zip(weights, self.graph_projected[:, :num_tokens], strict=True):
+                torch.matmul(hidden, weight.T, out=room)
+
+        self.target_runner.capture_tail_hooks.append(project)
 
     def draft_head_in_graph(self, max_requests: int) -> None:
         """Have captured draft graphs end in the head and its argmax, written to `graph_drafts`."""
@@ -75,29 +94,49 @@ class Engine:
         blocks = hidden.unflatten(0, (-1, self.config.block_size))[:, 1:]
         return self.head.argmax(blocks.flatten(0, 1)).view(blocks.shape[:2])
 
-    def write_draft_kv(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Project target features into the draft KV of every layer, at the given slots."""
+    def _context_hidden(self, features: Tensor) -> Tensor:
         model = self.draft_runner.model
-        pool = self.draft_runner.token_to_kv_pool
-        hidden = self.ops.context_hidden(
+        return self.ops.context_hidden(
             features,
             fc_weight=model.fc.weight,
             norm_weight=model.hidden_norm.weight,
             eps=model.config.rms_norm_eps,
         )
-        for layer in model.layers:
-            attention = layer.self_attn
-            layer_id = attention.attn.layer_id
-            self.ops.write_context(
-                hidden @ attention.kv_weight.T,
-                positions,
-                slots,
-                pool.get_key_buffer(layer_id),
-                pool.get_value_buffer(layer_id),
-                k_norm_weight=attention.k_norm.weight,
-                cos_sin=attention.rotary_emb.cos_sin_cache,
-                eps=model.config.rms_norm_eps,
-            )
+
+    def write_draft_kv(
+        self, features: Tensor, positions: Tensor, slots: Tensor, *, in_graph: bool
+    ) -> None:
+        """Project target features into the draft KV of every layer, at the given slots.
+
+        After a verify pass in a graph they are projected already.
+        """
+        layers = list(self.draft_runner.model.layers)
+        if in_graph and self.graph_projected is not None:
+            projected = self.graph_projected[:, : positions.shape[0]]
+            self._write_layers(layers, projected, positions, slots)
+            return
+        hidden = self._context_hidden(features)
+        for layer in layers:
+            # one at a time: a prompt has many rows
+            projected = (hidden @ layer.self_attn.kv_weight.T)[None]
+            self._write_layers([layer], projected, positions, slots)
+
+    def _write_layers(
+        self, layers: list[Any], projected: Tensor, positions: Tensor, slots: Tensor
+    ) -> None:
+        pool = self.draft_runner.token_to_kv_pool
+        attentions = [layer.self_attn for layer in layers]
+        ids = [attention.attn.layer_id for attention in attentions]
+        self.ops.write_context(
+            projected,
+            positions,
+            slots,
+            [pool.get_key_buffer(layer_id) for layer_id in ids],
+            [pool.get_value_buffer(layer_id) for layer_id in ids],
+            k_norm_weights=[attention.k_norm.weight for attention in attentions],
+            cos_sin=attentions[0].rotary_emb.cos_sin_cache,
+            eps=self.draft_runner.model.config.rms_norm_eps,
+        )
 
 
 class BatchHost:
@@ -192,4 +231,6 @@ class BatchHost:
             self._on_publish(new_lens)
 
     def write_draft_kv(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
-        self._engine.write_draft_kv(features, positions, slots)
+        # a prefill has no result of a verify pass
+        in_graph = self.target_result is not None and self.target_result.can_run_cuda_graph
+        self._engine.write_draft_kv(features, positions, slots, in_graph=in_graph)

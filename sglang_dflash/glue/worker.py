@@ -106,6 +106,8 @@ class DFlashWorker(compat.BaseSpecWorker):
         # row 0 of the slot table is never a request, so its row count bounds any batch
         self.max_requests = req_to_token_pool.req_to_token.shape[0]
         self.buffers = StepBuffers(self.max_requests, self.config.block_size, self.device)
+        # before SGLang captures the target's graphs, which is before ours
+        self.engine.project_in_graph()
 
     def init_attention_backends(self) -> None:
         """Choose the kernels, once; SGLang has built the target's backend just before."""

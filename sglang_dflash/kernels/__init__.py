@@ -56,10 +56,10 @@ class WriteContext(Protocol):
         projected: Tensor,
         positions: Tensor,
         slots: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        key_caches: Sequence[Tensor],
+        value_caches: Sequence[Tensor],
         *,
-        k_norm_weight: Tensor,
+        k_norm_weights: Sequence[Tensor],
         cos_sin: Tensor,
         eps: float,
     ) -> None: ...

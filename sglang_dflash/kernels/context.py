@@ -1,16 +1,21 @@
 """Feature injection: what lies around the matrix products that turn features into draft KV.
 
 What is fused. The products themselves are cuBLAS's. `context_hidden` norms the shared projection in
-one launch; `write_context` takes one layer's projected keys and values and does k-norm, RoPE, the
-cast to the cache's type and the scattered write in one launch.
+one launch; `write_context` takes all layers' projected keys and values and does k-norm, RoPE, the
+cast to the cache's type and the scattered write in one launch. Every layer has a cache of its own:
+where the others lie, counted from the first, stands in a small table that is made once.
 
-Layout contract: features [n, K * H] and projected [n, 2 * kv_heads * d] contiguous rows, keys
-first; cos_sin [positions, d], cosines then sines; caches [slots, kv_heads, d], dense but for the
-stride of slots. Rows that must not be kept carry the scratch slot, which several rows may write.
+Layout contract: features [n, K * H] and projected [L, n, 2 * kv_heads * d] contiguous rows, keys
+first; cos_sin [positions, d], cosines then sines; caches [slots, kv_heads, d], alike in type and
+strides and dense but for the stride of slots. Rows that must not be kept carry the scratch slot,
+which several rows may write.
 """
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -32,12 +37,17 @@ def _norm_rows(rows, weight, out, row_stride, eps, WIDTH: tl.constexpr, BLOCK: t
 # fmt: off
 @triton.jit
 def _write_context(
-    projected, positions, slots, key_cache, value_cache, k_norm_weight, cos_sin,
-    row_stride, cos_sin_stride, key_stride, value_stride, eps,
+    projected, positions, slots, key_cache, value_cache, k_norm_weight, distances, cos_sin,
+    layer_stride, row_stride, cos_sin_stride, key_stride, value_stride, eps,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):
     # fmt: on
     row = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
+    # as the table was checked to be: stores of several numbers need it
+    key_cache += tl.multiple_of(tl.load(distances + 3 * layer), 16)
+    value_cache += tl.multiple_of(tl.load(distances + 3 * layer + 1), 16)
+    k_norm_weight += tl.load(distances + 3 * layer + 2)
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(positions + row).to(tl.int64)
     head = tl.arange(0, BLOCK_HEADS)[:, None]
@@ -46,7 +56,7 @@ def _write_context(
     at = head * D + half
 
     # the two halves that RoPE turns against each other
-    keys = projected + row * row_stride
+    keys = projected + layer * layer_stride + row * row_stride
     first = tl.load(keys + at, mask=live, other=0.0).to(tl.float32)
     second = tl.load(keys + at + D // 2, mask=live, other=0.0).to(tl.float32)
     squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
@@ -87,23 +97,41 @@ def context_hidden(
     return out
 
 
+@functools.lru_cache(maxsize=64)
+def _distances(addresses: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], device: str):
+    """Return how many numbers each layer's tensors lie behind the first layer's, [L, kinds]."""
+    rows = [
+        [(at - first) // size for at, first, size in zip(layer, addresses[0], sizes, strict=True)]
+        for layer in addresses
+    ]
+    assert all(keys % 16 == values % 16 == 0 for keys, values, _ in rows), rows
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
 def write_context(
     projected: Tensor,
     positions: Tensor,
     slots: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    key_caches: Sequence[Tensor],
+    value_caches: Sequence[Tensor],
     *,
-    k_norm_weight: Tensor,
+    k_norm_weights: Sequence[Tensor],
     cos_sin: Tensor,
     eps: float,
 ) -> None:
     """Do what `reference.write_context` does."""
-    kv_heads, dim = key_cache.shape[1:]
-    _write_context[(projected.shape[0],)](
-        *(projected, positions, slots, key_cache, value_cache, k_norm_weight, cos_sin),
-        *(x.stride(0) for x in (projected, cos_sin, key_cache, value_cache)),
-        eps,
+    firsts = (key_caches[0], value_caches[0], k_norm_weights[0])
+    layers = zip(key_caches, value_caches, k_norm_weights, strict=True)
+    distances = _distances(
+        tuple(tuple(tensor.data_ptr() for tensor in layer) for layer in layers),
+        tuple(tensor.element_size() for tensor in firsts),
+        str(projected.device),
+    )
+    kv_heads, dim = firsts[0].shape[1:]
+    _write_context[projected.shape[1], projected.shape[0]](
+        *(projected, positions, slots, *firsts, distances, cos_sin),
+        *(projected.stride(0), projected.stride(1), cos_sin.stride(0)),
+        *(firsts[0].stride(0), firsts[1].stride(0), eps),
         KV_HEADS=kv_heads,
         D=dim,
         BLOCK_HEADS=triton.next_power_of_2(kv_heads),

@@ -183,22 +183,23 @@ def context_hidden(
 
 
 def write_context(
-    projected: Tensor,  # [n, 2 * kv_heads * d], keys then values of one layer
+    projected: Tensor,  # [L, n, 2 * kv_heads * d], keys then values of each layer
     positions: Tensor,  # [n] int64
     slots: Tensor,  # [n] int64; the scratch slot where a row is not kept
-    key_cache: Tensor,  # [slots, kv_heads, d], written
-    value_cache: Tensor,  # [slots, kv_heads, d], written
+    key_caches: Sequence[Tensor],  # L of [slots, kv_heads, d], written
+    value_caches: Sequence[Tensor],  # L of [slots, kv_heads, d], written
     *,
-    k_norm_weight: Tensor,  # [d]
+    k_norm_weights: Sequence[Tensor],  # L of [d]
     cos_sin: Tensor,  # [max positions, d], cosines then sines
     eps: float,
 ) -> None:
     """Norm and rotate the keys, and write keys and values at their slots."""
-    keys, values = projected.unflatten(-1, (2, *key_cache.shape[1:])).unbind(dim=1)
     cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
-    keys = rotate(rms_norm(keys, k_norm_weight, eps), cos, sin)
-    key_cache[slots] = keys.to(key_cache.dtype)
-    value_cache[slots] = values.to(value_cache.dtype)
+    layers = zip(projected, key_caches, value_caches, k_norm_weights, strict=True)
+    for rows, key_cache, value_cache, weight in layers:
+        keys, values = rows.unflatten(-1, (2, *key_cache.shape[1:])).unbind(dim=1)
+        key_cache[slots] = rotate(rms_norm(keys, weight, eps), cos, sin).to(key_cache.dtype)
+        value_cache[slots] = values.to(value_cache.dtype)
 
 
 def argmax_rows(

@@ -78,26 +78,29 @@ def test_context_hidden(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("kv_heads", "dim"), [(2, 64), (8, 128), (3, 40)])
 def test_write_context(kv_heads: int, dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(dim)
-    rows, total = 6, 20
-    projected = torch.randn(rows, 2 * kv_heads * dim, device=DEVICE, dtype=dtype)
+    layers, rows, total = 3, 6, 20
+    projected = torch.randn(layers, rows, 2 * kv_heads * dim, device=DEVICE, dtype=dtype)
     positions = draw(50, rows)
     # two rows that are not kept, at the scratch slot
     slots = torch.tensor([4, 0, 19, 7, 0, 1], device=DEVICE)
     angles = torch.arange(50)[:, None] * 1000.0 ** (-torch.arange(dim // 2) / dim)
     constants = {
-        "k_norm_weight": torch.randn(dim, device=DEVICE, dtype=dtype),
+        "k_norm_weights": [torch.randn(dim, device=DEVICE, dtype=dtype) for _ in range(layers)],
         "cos_sin": torch.cat([angles.cos(), angles.sin()], dim=-1).to(DEVICE),
         "eps": 1e-6,
     }
     caches = []
     for ops in (TORCH, TRITON):
-        pair = torch.full((2, total, kv_heads, dim), 7.0, device=DEVICE, dtype=dtype)
-        ops.write_context(projected, positions, slots, *pair, **constants)
-        caches.append(pair[:, 1:])
+        keys, values = (
+            [torch.full((total, kv_heads, dim), 7.0, device=DEVICE, dtype=dtype) for _ in range(3)]
+            for _ in range(2)
+        )
+        ops.write_context(projected, positions, slots, keys, values, **constants)
+        caches.append(torch.stack([torch.stack(keys), torch.stack(values)])[:, :, 1:])
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(caches[1], caches[0], atol=tolerance, rtol=tolerance)
     untouched = [slot - 1 for slot in range(1, total) if slot not in slots.tolist()]
-    assert (caches[1][:, untouched] == 7).all()
+    assert (caches[1][:, :, untouched] == 7).all()
     assert_same(caches[1][1], caches[0][1])
 
 

@@ -49,10 +49,13 @@ def activate() -> None:
         return drafts
 
     def write_draft_kv(self: Any, features: Any, positions: Any, slots: Any) -> None:
-        for kind in ("nan", "inf"):
-            if any(req.rid.startswith(f"{kind}-") for req in self._batch.reqs):
-                features = features.new_full(features.shape, float(kind))
-        real_write(self, features, positions, slots)
+        spoilt = [k for k in ("nan", "inf") for r in self._batch.reqs if r.rid.startswith(f"{k}-")]
+        if spoilt:
+            features = features.new_full(features.shape, float(spoilt[-1]))
+            # a verify graph has projected the right ones
+            self._engine.write_draft_kv(features, positions, slots, in_graph=False)
+        else:
+            real_write(self, features, positions, slots)
         if self._batch.forward_mode.is_target_verify():
             for req in self._batch.reqs:
                 if req.rid.startswith("record-"):

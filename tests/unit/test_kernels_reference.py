@@ -173,12 +173,12 @@ def test_context_equals_the_oracle() -> None:
         kv_weight = torch.cat([state[f"layers.{i}.self_attn.{kv}_proj.weight"] for kv in "kv"])
         keys, values = torch.zeros(2, 12, 2, 8)
         reference.write_context(
-            hidden @ kv_weight.T,
+            (hidden @ kv_weight.T)[None],
             positions,
             slots,
-            keys,
-            values,
-            k_norm_weight=state[f"layers.{i}.self_attn.k_norm.weight"],
+            [keys],
+            [values],
+            k_norm_weights=[state[f"layers.{i}.self_attn.k_norm.weight"]],
             cos_sin=torch.cat([angles.cos(), angles.sin()], dim=-1),
             eps=config.rms_norm_eps,
         )

@@ -1,0 +1,76 @@
+"""Draft KV is the same whether the end of a verify graph has projected the features or not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dflash.glue.host import Engine
+from sglang_dflash.kernels import TORCH
+
+LAYERS, HIDDEN, KV_HEADS, DIM, SLOTS = 3, 24, 2, 8, 20
+
+
+@pytest.fixture
+def engine() -> Engine:
+    torch.manual_seed(0)
+    # all layers of a drafter turn alike
+    rotary = SimpleNamespace(cos_sin_cache=torch.randn(50, DIM))
+
+    def layer(index: int) -> Any:
+        attention = SimpleNamespace(
+            attn=SimpleNamespace(layer_id=index),
+            kv_weight=torch.randn(2 * KV_HEADS * DIM, HIDDEN),
+            k_norm=SimpleNamespace(weight=torch.randn(DIM)),
+            rotary_emb=rotary,
+        )
+        return SimpleNamespace(self_attn=attention)
+
+    found = Engine.__new__(Engine)
+    found.ops = TORCH
+    found.config = SimpleNamespace(block_size=4)
+    found.graph_projected = None
+    found.target_runner = SimpleNamespace(capture_tail_hooks=[])
+    model = SimpleNamespace(
+        fc=torch.nn.Linear(2 * HIDDEN, HIDDEN, bias=False),
+        hidden_norm=SimpleNamespace(weight=torch.randn(HIDDEN)),
+        layers=[layer(i) for i in range(LAYERS)],
+        config=SimpleNamespace(rms_norm_eps=1e-6),
+    )
+    found.draft_runner = SimpleNamespace(model=model)
+    return found
+
+
+@torch.no_grad()
+def written(engine: Engine, features: torch.Tensor, *, in_graph: bool) -> torch.Tensor:
+    keys, values = torch.zeros(2, LAYERS, SLOTS, KV_HEADS, DIM)
+    engine.draft_runner.token_to_kv_pool = SimpleNamespace(
+        get_key_buffer=keys.__getitem__, get_value_buffer=values.__getitem__
+    )
+    positions, slots = torch.tensor([7, 8, 9, 10]), torch.tensor([3, 0, 12, 19])
+    engine.write_draft_kv(features, positions, slots, in_graph=in_graph)
+    return torch.stack([keys, values])
+
+
+def test_the_end_of_a_graph_projects_what_is_written(engine: Engine) -> None:
+    features = torch.randn(8, 2 * HIDDEN)
+    expected = written(engine, features[:4], in_graph=False)
+    assert expected[:, :, [3, 12, 19]].abs().min() > 0
+    engine.project_in_graph()
+    [hook] = engine.target_runner.capture_tail_hooks
+    # two graphs, the larger captured first; the batch of one request is padded to two
+    for num_tokens in (8, 4, 8):
+        output = SimpleNamespace(hidden_states=features[:num_tokens])
+        hook(SimpleNamespace(capture_bs=[1, 2]), output, None, num_tokens)
+    unused = torch.full_like(features[:4], float("nan"))
+    torch.testing.assert_close(written(engine, unused, in_graph=True), expected)
+
+
+def test_without_graphs_features_are_projected_when_they_are_written(engine: Engine) -> None:
+    engine.project_in_graph()
+    features = torch.randn(4, 2 * HIDDEN)
+    found = written(engine, features, in_graph=True)
+    torch.testing.assert_close(found, written(engine, features, in_graph=False))
