@@ -435,8 +435,7 @@ class Maker:
         theirs_projected = projected.transpose(0, 1).contiguous()
         keys, values = ([self.normal(2 * self.rows, *shape) for _ in layers] for _ in range(2))
         slots = torch.randperm(2 * self.rows, device=self.device)[: self.rows]
-        norm, cos_sin = self.normal(shape[1]), self.cos_sin(shape[1])
-        norms = norm.expand(s.draft_layers, -1).contiguous()
+        norms, cos_sin = self.normal(s.draft_layers, shape[1]), self.cos_sin(shape[1])
         eps = torch.full((s.draft_layers,), 1e-6, device=self.device)
 
         def call(which: Ops) -> Call:

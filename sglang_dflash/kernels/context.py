@@ -98,7 +98,7 @@ def context_hidden(
 
 
 @functools.lru_cache(maxsize=64)
-def _distances(addresses: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], device: str):
+def _distances(addresses: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], device):
     """Return how many numbers each layer's tensors lie behind the first layer's, [L, kinds]."""
     rows = [
         [(at - first) // size for at, first, size in zip(layer, addresses[0], sizes, strict=True)]
@@ -125,7 +125,7 @@ def write_context(
     distances = _distances(
         tuple(tuple(tensor.data_ptr() for tensor in layer) for layer in layers),
         tuple(tensor.element_size() for tensor in firsts),
-        str(projected.device),
+        projected.device,
     )
     kv_heads, dim = firsts[0].shape[1:]
     _write_context[projected.shape[1], projected.shape[0]](

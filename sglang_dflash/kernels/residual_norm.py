@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_dflash.kernels.overlap import overlapped
 
-# as many products as follow one another's norm in any layer
+# the most products that one sum is normed for
 MAX_FOLLOWING = 3
 
 
@@ -68,17 +68,12 @@ def _norm_add_norm(
     stored = x.to(out.dtype.element_ty)
     tl.store(out + at, stored, mask=live)
     x = stored.to(tl.float32)
-    if FOLLOWING > 0:
-        found = _norm(x, after, eps, WIDTH)
-        tl.store(normed + at, found.to(normed.dtype.element_ty), mask=live)
-    if FOLLOWING > 1:
-        after = tl.load(next_1 + column, mask=live, other=0.0).to(tl.float32)
+    for k in tl.static_range(FOLLOWING):
+        if k > 0:
+            next_weight = next_1 if k == 1 else next_2
+            after = tl.load(next_weight + column, mask=live, other=0.0).to(tl.float32)
         found = _norm(x, after, eps, WIDTH).to(normed.dtype.element_ty)
-        tl.store(normed + num_rows * WIDTH + at, found, mask=live)
-    if FOLLOWING > 2:
-        after = tl.load(next_2 + column, mask=live, other=0.0).to(tl.float32)
-        found = _norm(x, after, eps, WIDTH).to(normed.dtype.element_ty)
-        tl.store(normed + 2 * num_rows * WIDTH + at, found, mask=live)
+        tl.store(normed + k * num_rows * WIDTH + at, found, mask=live)
 
 
 def norm_add_norm(
