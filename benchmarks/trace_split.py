@@ -2,8 +2,8 @@
 
     python benchmarks/trace_split.py TRACE.json.gz [--top 15] [--out split.json]
 
-A step begins with our `_build_block` kernel, its verify pass with `_index_prefixes` and its commit
-with `_accept_walk`. Only whole steps count, and not the first, which the profiler's start draws
+A step begins with our `_build_block` kernel, drafting ends with the first `_argmax_merge` and
+verifying with `_accept_walk`. Only whole steps count, and not the first, which the profiler's start draws
 out. Idle is the time of a step in which no kernel runs on any stream. Kernels overlap: each counts
 from the end of those that started before it, so that the parts and idle add up to the step.
 """
@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-STEP, VERIFY, COMMIT = "_build_block", "_index_prefixes", "_accept_walk"
+STEP, DRAFTED, COMMIT = "_build_block", "_argmax_merge", "_accept_walk"
 ATTENTION = ("_attend_runs", "_merge_runs", "_fwd_kernel", "extend_attention")
 PRODUCTS = ("_product", "gemm", "nvjet", "cutlass_", "splitk", "gemv", "matmul")
 
@@ -42,8 +42,8 @@ def split_step(step: list[dict[str, Any]], end_us: float) -> Counter[str]:
     phase = "draft"
     covered = step[0]["ts"]
     for event in step:
-        if event["name"] in (VERIFY, COMMIT):
-            phase = "verify" if event["name"] == VERIFY else "commit"
+        if event["name"] == COMMIT:
+            phase = "commit"
         name = event["name"].lower()
         part = phase
         if phase == "verify":
@@ -56,6 +56,8 @@ def split_step(step: list[dict[str, Any]], end_us: float) -> Counter[str]:
         end = min(event["ts"] + event["dur"], end_us)
         found[part] += max(0.0, end - max(event["ts"], covered))
         covered = max(covered, end)
+        if phase == "draft" and event["name"] == DRAFTED:
+            phase = "verify"
     found["idle"] = end_us - step[0]["ts"] - found.total()
     return found
 

@@ -177,7 +177,9 @@ SYMBOLS: dict[str, Symbol] = {
     "alloc_reserve_per_decode": Symbol(
         "srt.mem_cache.allocation_sizing", "get_alloc_reserve_per_decode", ("server_args",)
     ),
-    "maybe_evict_swa": Symbol("srt.managers.schedule_batch", "ScheduleBatch.maybe_evict_swa"),
+    "evict_swa": Symbol(
+        "srt.managers.schedule_batch", "ScheduleBatch._evict_swa", ("req", "pre_len")
+    ),
     "ForwardBatch": Symbol(
         "srt.model_executor.forward_batch_info",
         "ForwardBatch",

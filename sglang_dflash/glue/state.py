@@ -10,6 +10,10 @@ from torch import Tensor
 from sglang_dflash.glue import compat
 
 
+# tokens that a request's windows leave behind before their KV is freed: freeing costs the host time
+FREE_AT_LEAST = 128
+
+
 class DFlashState(compat.SpecInput):
     """Each request's next anchor and length.
 
@@ -38,7 +42,7 @@ class DFlashState(compat.SpecInput):
         The host's committed lengths may lag the device by one step under overlap, so two blocks are
         reserved.
         """
-        batch.maybe_evict_swa()
+        free_left_windows(batch)
         reserve = compat.alloc_reserve_per_decode()
         page_size = batch.token_to_kv_pool_allocator.page_size
         row_width = batch.req_to_token_pool.req_to_token.shape[1]
@@ -90,3 +94,20 @@ class DFlashState(compat.SpecInput):
             return
         self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
         self.new_seq_lens = torch.cat([self.new_seq_lens, other.new_seq_lens])
+
+
+def free_left_windows(batch: Any) -> None:
+    """Free the sliding-window layers' KV that no coming step reads.
+
+    SGLang's `maybe_evict_swa` does so once in 128 steps. A step of plain decoding adds one token, a
+    step of ours up to a block, and as many windows' worth of KV would lie there unused.
+    """
+    if not batch.tree_cache.supports_swa():
+        return
+    window = batch.tree_cache.sliding_window_size
+    for req in batch.reqs:
+        committed = req.seqlen - 1
+        left_behind = committed - window - req.kv.swa_evicted_seqlen
+        # before its second step, a request's prefill may still run
+        if req.decode_batch_idx >= 1 and left_behind >= FREE_AT_LEAST:
+            batch._evict_swa(req, committed)

@@ -93,7 +93,7 @@ def test_blocks_and_draft_kv_equal_the_oracle(
 
 
 def check_draft_kv(path: Path, target, drafter, token_ids: list[int]) -> None:
-    kept = torch.load(path)
+    kept = torch.load(path, map_location="cpu")
     length = kept[0][0].shape[0]
     # the last step may have committed past max_new_tokens; compare what both know
     known = min(length, len(token_ids))

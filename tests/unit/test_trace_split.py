@@ -12,8 +12,11 @@ STEP_US = 1000.0
 # name, start within the step, duration
 WORK = [
     ("_build_block", 0, 10),
-    ("nvjet_draft", 20, 200),
-    ("_index_prefixes", 220, 10),
+    ("nvjet_draft", 20, 190),
+    # on a side stream, while the drafter runs
+    ("_index_prefixes", 100, 10),
+    ("_argmax_merge", 210, 10),
+    ("_copy", 220, 10),
     ("_attend_runs", 230, 100),
     # begins while the kernel before it runs, as overlapped launches do
     ("_product", 300, 400),
