@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sglang_dflash.glue import compat
 
-
 # tokens that a request's windows leave behind before their KV is freed: freeing costs the host time
 FREE_AT_LEAST = 128
 
