@@ -382,12 +382,7 @@ class Maker:
         choices, slots = torch.zeros_like(token_ids), torch.zeros_like(token_ids)
 
         def call(which: Ops) -> Call:
-            def run(turn: int) -> None:
-                num_correct, bonus = which.accept_walk(token_ids, choices)
-                lens, _, _ = which.commit_tokens(token_ids, num_correct, bonus, self.lens)
-                which.committed_slots(slots, lens)
-
-            return run
+            return lambda turn: which.accept_block(token_ids, choices, self.lens, slots)
 
         def sglang(turn: int) -> None:
             assert theirs

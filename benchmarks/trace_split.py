@@ -3,9 +3,9 @@
     python benchmarks/trace_split.py TRACE.json.gz [--top 15] [--out split.json]
 
 A step begins with our `_build_block` kernel, drafting ends with the first `_argmax_merge` and
-verifying with `_accept_walk`. Only whole steps count, and not the first, which the profiler's start
-draws out. Idle is the time of a step in which no kernel runs on any stream. Kernels overlap: each
-counts from the end of those that started before it, so that the parts and idle add up to the step.
+verifying with `_accept_block`. Only whole steps count, and not the first, which the profiler draws
+out. Idle is the time of a step in which no kernel runs on any stream. Kernels overlap: each counts
+from the end of those that started before it, so that the parts and idle add up to the step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-STEP, DRAFTED, COMMIT = "_build_block", "_argmax_merge", "_accept_walk"
+STEP, DRAFTED, COMMIT = "_build_block", "_argmax_merge", "_accept_block"
 ATTENTION = ("_attend_runs", "_merge_runs", "_fwd_kernel", "extend_attention")
 PRODUCTS = ("_product", "gemm", "nvjet", "cutlass_", "splitk", "gemv", "matmul")
 

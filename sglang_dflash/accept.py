@@ -1,4 +1,4 @@
-"""Stage 3: follow the draft while the target agrees.
+"""Stage 3: follow the draft while the target agrees, and lay out what each request gains.
 
 The rule is the same whether the target chose greedily or sampled: each row's choice is the
 target's own, so committing the agreed prefix and the first choice that differs gives exactly the
@@ -10,19 +10,33 @@ from __future__ import annotations
 import random
 
 import torch
+from torch import Tensor
 
 from sglang_dflash.kernels import Ops
-from sglang_dflash.types import Acceptance, DraftBlock, TargetOutput
+from sglang_dflash.types import Commit, DraftBlock, DraftContext, TargetOutput
 
 
-def accept(ops: Ops, block: DraftBlock, target: TargetOutput) -> Acceptance:
-    """Count the drafts that equal the target's choices, and take the target's token after them."""
-    num_correct, bonus = ops.accept_walk(block.token_ids, target.choices)
-    return Acceptance(num_correct=num_correct, bonus=bonus)
+def accept(
+    ops: Ops,
+    context: DraftContext,
+    block: DraftBlock,
+    target: TargetOutput,
+    *,
+    simulated_length: float | None = None,
+) -> Commit:
+    """Commit the drafts that equal the target's choices, and the target's token after them."""
+    num_correct = None
+    if simulated_length is not None:
+        num_correct = simulate(target, simulated_length)
+    lens, token_ids, bonus, new_lens, slots = ops.accept_block(
+        block.token_ids, target.choices, context.lens, block.slots, num_correct
+    )
+    return Commit(lens=lens, token_ids=token_ids, bonus=bonus, new_lens=new_lens, slots=slots)
 
 
-def simulate(target: TargetOutput, accept_length: float) -> Acceptance:
-    """Pretend that every request commits the same number of tokens, `accept_length` on average.
+def simulate(target: TargetOutput, accept_length: float) -> Tensor:
+    """Pretend that every request commits the same number of tokens, `accept_length` on average;
+    return the correct drafts of each, [b] int32.
 
     For measuring what a step costs at a given acceptance; the output is nonsense.
     """
@@ -30,5 +44,4 @@ def simulate(target: TargetOutput, accept_length: float) -> Acceptance:
     num_tokens = whole + (random.random() < accept_length - whole)
     rows, block_size = target.choices.shape
     last = min(max(num_tokens, 1), block_size) - 1
-    count = torch.full((rows,), last, dtype=torch.int32, device=target.choices.device)
-    return Acceptance(num_correct=count, bonus=target.choices[:, last])
+    return torch.full((rows,), last, dtype=torch.int32, device=target.choices.device)

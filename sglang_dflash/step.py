@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sglang_dflash.accept import accept, simulate
+from sglang_dflash.accept import accept
 from sglang_dflash.buffers import StepBuffers
-from sglang_dflash.commit import plan_commit, write_features
+from sglang_dflash.commit import write_features
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.draft import draft
 from sglang_dflash.host import Host
@@ -29,12 +29,10 @@ def decode_step(
     host.mark()
     target = verify(host, context, block)
     host.mark()
-    acceptance = accept(ops, block, target)
-    if config.simulated_accept_length is not None:
-        acceptance = simulate(target, config.simulated_accept_length)
-    commit = plan_commit(ops, context, block, acceptance)
+    length = config.simulated_accept_length
+    commit = accept(ops, context, block, target, simulated_length=length)
     # publish before the kv write: the next step's planning reads lengths, not this cache
     host.publish(commit.new_lens)
-    write_features(host, ops, block, target, commit)
+    write_features(host, block, target, commit)
     host.mark()
     return commit

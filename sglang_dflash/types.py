@@ -37,18 +37,11 @@ class TargetOutput:
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """How far each block was right, and the target's own token after that."""
-
-    num_correct: Tensor  # [b] int32, accepted drafts, without the bonus
-    bonus: Tensor  # [b] int64
-
-
-@dataclass(frozen=True)
 class Commit:
     """What a step adds to each request."""
 
-    lens: Tensor  # [b] int32, num_correct + 1
+    lens: Tensor  # [b] int32, correct drafts and the bonus
     token_ids: Tensor  # [b, B] int64, the first lens of each row count, the rest is 0
-    bonus: Tensor  # [b] int64, the next anchor
+    bonus: Tensor  # [b] int64, the target's own token after the correct drafts; the next anchor
     new_lens: Tensor  # [b] int64
+    slots: Tensor  # [b, B] int64, those of the committed rows, scratch for the others

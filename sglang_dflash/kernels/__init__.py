@@ -30,18 +30,15 @@ class BuildBlock(Protocol):
     ) -> None: ...
 
 
-class AcceptWalk(Protocol):
-    def __call__(self, token_ids: Tensor, choices: Tensor) -> tuple[Tensor, Tensor]: ...
-
-
-class CommitTokens(Protocol):
+class AcceptBlock(Protocol):
     def __call__(
-        self, token_ids: Tensor, num_correct: Tensor, bonus: Tensor, lens: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-class CommittedSlots(Protocol):
-    def __call__(self, slots: Tensor, commit_lens: Tensor) -> Tensor: ...
+        self,
+        token_ids: Tensor,
+        choices: Tensor,
+        lens: Tensor,
+        slots: Tensor,
+        num_correct: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]: ...
 
 
 class ContextHidden(Protocol):
@@ -122,9 +119,7 @@ class Ops:
 
     name: str
     build_block: BuildBlock
-    accept_walk: AcceptWalk
-    commit_tokens: CommitTokens
-    committed_slots: CommittedSlots
+    accept_block: AcceptBlock
     context_hidden: ContextHidden
     write_context: WriteContext
     argmax_rows: ArgmaxRows
@@ -137,9 +132,7 @@ class Ops:
 TORCH = Ops(
     name="torch",
     build_block=reference.build_block,
-    accept_walk=reference.accept_walk,
-    commit_tokens=reference.commit_tokens,
-    committed_slots=reference.committed_slots,
+    accept_block=reference.accept_block,
     context_hidden=reference.context_hidden,
     write_context=reference.write_context,
     argmax_rows=reference.argmax_rows,
@@ -162,9 +155,9 @@ def choose(device_type: str) -> Ops:
 def triton_ops() -> Ops:
     """Return the Triton kernels, each in the place of its twin."""
     from sglang_dflash.kernels import (
+        accept,
         argmax,
         block,
-        commit,
         context,
         qkv_norm,
         residual_norm,
@@ -175,9 +168,7 @@ def triton_ops() -> Ops:
     return Ops(
         name="triton",
         build_block=block.build_block,
-        accept_walk=commit.accept_walk,
-        commit_tokens=commit.commit_tokens,
-        committed_slots=commit.committed_slots,
+        accept_block=accept.accept_block,
         context_hidden=context.context_hidden,
         write_context=context.write_context,
         argmax_rows=argmax.argmax_rows,

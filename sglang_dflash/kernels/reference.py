@@ -40,43 +40,30 @@ def build_block(
     torch.clamp(columns, max=last_position, out=positions)
 
 
-def accept_walk(
+def accept_block(
     token_ids: Tensor,  # [b, B] int64, anchor then drafts
-    choices: Tensor,  # [b, B] int64
-) -> tuple[Tensor, Tensor]:
-    """Return (num_correct [b] int32, bonus [b] int64).
-
-    Draft k + 1 is correct when it equals the choice after row k and every draft before it is.
-    """
-    matches = token_ids[:, 1:] == choices[:, :-1]
-    num_correct = matches.to(torch.int32).cumprod(dim=1, dtype=torch.int32).sum(dim=1)
-    bonus = choices.gather(1, num_correct[:, None]).squeeze(1)
-    return num_correct.to(torch.int32), bonus
-
-
-def commit_tokens(
-    token_ids: Tensor,  # [b, B] int64, anchor then drafts
-    num_correct: Tensor,  # [b] int32
-    bonus: Tensor,  # [b] int64
+    choices: Tensor,  # [b, B] int64, the target's token after each row
     lens: Tensor,  # [b] int64
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (commit lens [b] int32, committed tokens [b, B] int64 padded with 0, new lens [b])."""
-    columns = torch.arange(token_ids.shape[1], device=token_ids.device)
-    drafts = torch.roll(token_ids, -1, dims=1)
-    count = num_correct[:, None]
-    committed = torch.where(columns < count, drafts, 0)
-    committed = torch.where(columns == count, bonus[:, None], committed)
-    commit_lens = num_correct + 1
-    return commit_lens, committed, lens + commit_lens
-
-
-def committed_slots(
     slots: Tensor,  # [b, B] int64
-    commit_lens: Tensor,  # [b] int32
-) -> Tensor:
-    """Return the slots with every row past the commit redirected to the scratch slot."""
-    columns = torch.arange(slots.shape[1], device=slots.device)
-    return torch.where(columns < commit_lens[:, None], slots, SCRATCH_SLOT)
+    num_correct: Tensor | None = None,  # [b] int32, for those who know better
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return (commit lens [b] int32, committed tokens [b, B] padded with 0, bonus [b], new lens
+    [b], slots [b, B] with every row past the commit redirected to the scratch slot).
+
+    Draft k + 1 is correct when it equals the choice after row k and every draft before it is. The
+    choice after the correct drafts is the bonus.
+    """
+    if num_correct is None:
+        matches = token_ids[:, 1:] == choices[:, :-1]
+        num_correct = matches.to(torch.int32).cumprod(dim=1, dtype=torch.int32).sum(dim=1)
+    count = num_correct[:, None].long()
+    bonus = choices.gather(1, count)
+    columns = torch.arange(token_ids.shape[1], device=token_ids.device)
+    drafts = torch.where(columns < count, torch.roll(token_ids, -1, dims=1), 0)
+    committed = torch.where(columns == count, bonus, drafts)
+    kept = torch.where(columns <= count, slots, SCRATCH_SLOT)
+    commit_lens = num_correct.to(torch.int32) + 1
+    return commit_lens, committed, bonus.squeeze(1), lens + commit_lens, kept
 
 
 def paged_attention(

@@ -14,7 +14,6 @@ import torch
 from scipy.stats import chisquare
 
 from sglang_dflash.accept import accept
-from sglang_dflash.commit import plan_commit
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.head import VerifyHead
 from sglang_dflash.glue.penalties import PenaltyTable
@@ -102,8 +101,7 @@ class Toy:
         choices = self.rows.choose(self.batch, output, context, block)
         if greedy_after_first:
             choices[:, 1:] = self.logits[token_ids[:, 1:]].argmax(-1)
-        acceptance = accept(TORCH, block, TargetOutput(choices=choices, features=choices))
-        return plan_commit(TORCH, context, block, acceptance)
+        return accept(TORCH, context, block, TargetOutput(choices=choices, features=choices))
 
     def pairs(self, *, greedy_after_first: bool = False) -> torch.Tensor:
         """Return how often each pair of first tokens after token 0 came, [V, V]."""

@@ -42,7 +42,7 @@ def test_build_block(requests: int, width: int) -> None:
 
 @runs_kernel
 @pytest.mark.parametrize("width", [2, 7, 16, 32])
-def test_accept_and_commit(width: int) -> None:
+def test_accept_block(width: int) -> None:
     """Two symbols only, so that every number of correct drafts occurs."""
     torch.manual_seed(width)
     token_ids, choices = draw(2, 300, width), draw(2, 300, width)
@@ -50,13 +50,12 @@ def test_accept_and_commit(width: int) -> None:
     token_ids[:20, 1:] = choices[:20, :-1]
     token_ids[20:30, 1:] = choices[20:30, :-1] + 1
     lens, slots = draw(90, 300), draw(1000, 300, width) + 1
-    walks = [ops.accept_walk(token_ids, choices) for ops in (TORCH, TRITON)]
-    assert_same(*walks)
-    num_correct, bonus = walks[0]
-    assert (num_correct[:20] == width - 1).all() and (num_correct[20:30] == 0).all()
-    commits = [ops.commit_tokens(token_ids, num_correct, bonus, lens) for ops in (TORCH, TRITON)]
-    assert_same(*commits)
-    assert_same(*(ops.committed_slots(slots, commits[0][0]) for ops in (TORCH, TRITON)))
+    block = (token_ids, choices, lens, slots)
+    one, two = (ops.accept_block(*block) for ops in (TORCH, TRITON))
+    assert_same(one, two)
+    assert (one[0][:20] == width).all() and (one[0][20:30] == 1).all()
+    forced = draw(width, 300).int()
+    assert_same(*(ops.accept_block(*block, forced) for ops in (TORCH, TRITON)))
 
 
 @runs_kernel

@@ -24,7 +24,7 @@ ALLOWED = {
     "draft": {"buffers", "config", "host", "kernels", "types"},
     "verify": {"host", "types"},
     "accept": {"kernels", "types"},
-    "commit": {"host", "kernels", "types"},
+    "commit": {"host", "types"},
     "step": {
         "accept",
         "buffers",

@@ -49,39 +49,38 @@ def test_positions_stop_at_the_context_but_slots_go_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "choices", "num_correct", "bonus"),
+    ("block", "choices", "committed", "kept"),
     [
-        pytest.param([7, 1, 2, 9], [1, 2, 3, 4], 2, 3, id="third draft wrong"),
-        pytest.param([7, 1, 2, 3], [1, 2, 3, 4], 3, 4, id="all right"),
-        pytest.param([7, 5, 2, 3], [1, 2, 3, 4], 0, 1, id="first wrong, later ones do not count"),
-        pytest.param([7, 1, 1, 1], [1, 1, 1, 1], 3, 1, id="repeats"),
+        pytest.param([7, 1, 2, 9], [1, 2, 3, 4], [1, 2, 3, 0], 3, id="third draft wrong"),
+        pytest.param([7, 1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4], 4, id="all right"),
+        pytest.param([7, 5, 2, 3], [1, 2, 3, 4], [1, 0, 0, 0], 1, id="later ones do not count"),
+        pytest.param([7, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1], 4, id="repeats"),
     ],
 )
-def test_walk_follows_the_draft_while_the_target_agrees(
-    block: list[int], choices: list[int], num_correct: int, bonus: int
+def test_a_block_commits_the_correct_drafts_and_the_bonus(
+    block: list[int], choices: list[int], committed: list[int], kept: int
 ) -> None:
-    count, token = reference.accept_walk(torch.tensor([block]), torch.tensor([choices]))
-    assert (count.item(), token.item()) == (num_correct, bonus)
-    assert (count.dtype, token.dtype) == (torch.int32, torch.int64)
-
-
-def test_commit_holds_the_correct_drafts_then_the_bonus_then_zeros() -> None:
-    lens, tokens, new_lens = reference.commit_tokens(
-        torch.tensor([[7, 1, 2, 9], [7, 1, 2, 3], [7, 5, 5, 5]]),
-        torch.tensor([2, 3, 0], dtype=torch.int32),
-        torch.tensor([30, 40, 10]),
-        torch.tensor([100, 200, 300]),
+    lens, tokens, bonus, new_lens, slots = reference.accept_block(
+        *map(torch.tensor, ([block], [choices], [100], [[11, 12, 13, 14]]))
     )
-    assert lens.tolist() == [3, 4, 1]
-    assert tokens.tolist() == [[1, 2, 30, 0], [1, 2, 3, 40], [10, 0, 0, 0]]
-    assert new_lens.tolist() == [103, 204, 301]
+    assert lens.tolist() == [kept] and lens.dtype == torch.int32
+    assert tokens.tolist() == [committed]
+    assert bonus.tolist() == [choices[kept - 1]]
+    assert new_lens.tolist() == [100 + kept] and new_lens.dtype == torch.int64
+    # rows past the commit go to the scratch slot
+    assert slots.tolist() == [[11, 12, 13, 14][:kept] + [0] * (4 - kept)]
 
 
-def test_rows_past_the_commit_go_to_the_scratch_slot() -> None:
-    slots = reference.committed_slots(
-        torch.tensor([[11, 12, 13], [21, 22, 23]]), torch.tensor([1, 3], dtype=torch.int32)
+def test_who_knows_better_says_how_many_drafts_count() -> None:
+    lens, tokens, bonus, new_lens, slots = reference.accept_block(
+        *map(torch.tensor, ([[7, 1, 2, 9], [7, 1, 2, 3]], [[5, 6, 7, 8]] * 2, [100, 200])),
+        torch.tensor([[11, 12, 13, 14], [21, 22, 23, 24]]),
+        torch.tensor([2, 0], dtype=torch.int32),
     )
-    assert slots.tolist() == [[11, 0, 0], [21, 22, 23]]
+    assert lens.tolist() == [3, 1]
+    assert tokens.tolist() == [[1, 2, 7, 0], [5, 0, 0, 0]]
+    assert (bonus.tolist(), new_lens.tolist()) == ([7, 5], [103, 201])
+    assert slots.tolist() == [[11, 12, 13, 0], [21, 0, 0, 0]]
 
 
 def naive_attention(query, keys, values, visible, scale, cap):

@@ -21,7 +21,7 @@ WORK = [
     # begins while the kernel before it runs, as overlapped launches do
     ("_product", 300, 400),
     ("_norm_add_norm", 600, 150),
-    ("_accept_walk", 800, 50),
+    ("_accept_block", 800, 50),
     # on another stream, under the walk
     ("Memcpy DtoH", 810, 20),
 ]

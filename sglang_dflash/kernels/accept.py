@@ -1,0 +1,65 @@
+"""Acceptance: one program walks one request's block and lays out what it commits.
+
+Layout contract: token_ids, choices and slots [b, B] contiguous, the rest [b] contiguous. Nothing
+here reads a tensor on the host.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglang_dflash.kernels.reference import SCRATCH_SLOT
+
+
+# fmt: off
+@triton.jit
+def _accept_block(
+    token_ids, choices, lens, slots, num_correct,
+    commit_lens, committed, bonus, new_lens, kept, scratch,
+    WALK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # fmt: on
+    request = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    at = request * WIDTH + column
+    live = column < WIDTH
+    choice = tl.load(choices + at, mask=live, other=0)
+    draft = tl.load(token_ids + at + 1, mask=column < WIDTH - 1, other=0)
+    if WALK:
+        wrong = (draft != choice) | (column >= WIDTH - 1)
+        # the first wrong column is how many drafts are right
+        count = tl.min(tl.where(wrong, column, BLOCK), 0)
+    else:
+        count = tl.load(num_correct + request)
+    token = tl.where(column < count, draft, tl.where(column == count, choice, 0))
+    tl.store(committed + at, token, mask=live)
+    tl.store(bonus + request, tl.sum(tl.where(column == count, choice, 0), 0))
+    tl.store(commit_lens + request, count + 1)
+    tl.store(new_lens + request, tl.load(lens + request) + count + 1)
+    slot = tl.load(slots + at, mask=live, other=0)
+    tl.store(kept + at, tl.where(column <= count, slot, scratch), mask=live)
+
+
+def accept_block(
+    token_ids: Tensor,
+    choices: Tensor,
+    lens: Tensor,
+    slots: Tensor,
+    num_correct: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Do what `reference.accept_block` does."""
+    requests, width = token_ids.shape
+    commit_lens = torch.empty(requests, dtype=torch.int32, device=token_ids.device)
+    committed, kept = torch.empty_like(token_ids), torch.empty_like(slots)
+    bonus, new_lens = torch.empty_like(lens), torch.empty_like(lens)
+    _accept_block[(requests,)](
+        *(token_ids, choices, lens, slots, num_correct),
+        *(commit_lens, committed, bonus, new_lens, kept, SCRATCH_SLOT),
+        *(num_correct is None, width, triton.next_power_of_2(width)),
+        num_warps=1,
+    )
+    return commit_lens, committed, bonus, new_lens, kept
