@@ -177,6 +177,7 @@ SYMBOLS: dict[str, Symbol] = {
     "alloc_reserve_per_decode": Symbol(
         "srt.mem_cache.allocation_sizing", "get_alloc_reserve_per_decode", ("server_args",)
     ),
+    "maybe_evict_swa": Symbol("srt.managers.schedule_batch", "ScheduleBatch.maybe_evict_swa"),
     "evict_swa": Symbol(
         "srt.managers.schedule_batch", "ScheduleBatch._evict_swa", ("req", "pre_len")
     ),

@@ -41,6 +41,7 @@ class DFlashState(compat.SpecInput):
         The host's committed lengths may lag the device by one step under overlap, so two blocks are
         reserved.
         """
+        batch.maybe_evict_swa()
         free_left_windows(batch)
         reserve = compat.alloc_reserve_per_decode()
         page_size = batch.token_to_kv_pool_allocator.page_size
@@ -98,8 +99,8 @@ class DFlashState(compat.SpecInput):
 def free_left_windows(batch: Any) -> None:
     """Free the sliding-window layers' KV that no coming step reads.
 
-    SGLang's `maybe_evict_swa` does so once in 128 steps. A step of plain decoding adds one token, a
-    step of ours up to a block, and as many windows' worth of KV would lie there unused.
+    SGLang's `maybe_evict_swa` does so once in 128 steps. A step of plain decoding adds one token,
+    but a step of ours up to a block, all of which would lie there unused.
     """
     if not batch.tree_cache.supports_swa():
         return

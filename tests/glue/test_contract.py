@@ -38,6 +38,7 @@ def test_every_symbol_of_the_contract_is_used() -> None:
     called_through_objects = {
         "target_forward",
         "prepare_for_verify",
+        "maybe_evict_swa",
         "evict_swa",
         "Sampler_forward",
         "SamplingBatchInfo",
