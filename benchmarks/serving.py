@@ -278,18 +278,23 @@ def rates(results: dict[str, Any]) -> dict[tuple[str, int, int], dict[str, dict[
 
 def table(results: dict[str, Any]) -> str:
     """Return the rates as Markdown, a row per point and a column per system."""
-    titles = [f"{system}, tok/s (step, ms)" for system in results]
-    lines = ["| sampling | context | requests | " + " | ".join(titles) + " | ours / in-tree |"]
-    lines.append("|" + "---|" * (len(results) + 4))
-    for (sampling, context, num_requests), found in rates(results).items():
-        cells = [rate_cell(found[s]) if s in found else "" for s in results]
-        ratio = ""
-        if "ours" in found and "in-tree" in found:
-            quotient = found["ours"]["tokens_per_s"] / found["in-tree"]["tokens_per_s"]
-            ratio = f"{quotient:.2f}x"
-        point = f"| {sampling} | {context} | {num_requests} | "
-        lines.append(point + " | ".join(cells) + f" | {ratio} |")
+    compared = {"ours", "in-tree"} <= set(results)
+    titles = ["sampling", "context", "requests"]
+    titles += [f"{system}, tok/s (step, ms)" for system in results]
+    titles += ["ours / in-tree"] if compared else []
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    for point, found in rates(results).items():
+        cells = [*map(str, point), *(rate_cell(found[s]) if s in found else "" for s in results)]
+        if compared:
+            cells.append(ratio_cell(found))
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, *idle_shares(results)])
+
+
+def ratio_cell(found: dict[str, Any]) -> str:
+    if not {"ours", "in-tree"} <= set(found):
+        return ""
+    return f"{found['ours']['tokens_per_s'] / found['in-tree']['tokens_per_s']:.2f}x"
 
 
 def rate_cell(point: dict[str, Any]) -> str:

@@ -41,7 +41,7 @@ class DFlashState(compat.SpecInput):
         The host's committed lengths may lag the device by one step under overlap, so two blocks are
         reserved.
         """
-        batch.maybe_evict_swa()
+        batch.maybe_evict_swa()  # by steps, as SGLang's environment switches say
         free_left_windows(batch)
         reserve = compat.alloc_reserve_per_decode()
         page_size = batch.token_to_kv_pool_allocator.page_size

@@ -88,3 +88,5 @@ def test_the_table_shows_idle_time_of_what_was_traced():
     assert shown.endswith(
         "| GPU idle: context | requests | ours |\n|---|---|---|\n| 512 | 8 | 1.2% |"
     )
+    alone = serving.table({"ours": {"points": [point]}})
+    assert alone.endswith("|---|---|---|---|\n| greedy | 512 | 8 | 100.0 (20.00) |")
