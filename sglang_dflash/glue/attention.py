@@ -1,4 +1,4 @@
-"""Our verify attention in the target's Triton backend.
+"""Our verify attention in the target's Triton backend, and where a drafter's backend plans.
 
 Three methods of the backend are replaced on the instance, for verify blocks only: what lays out the
 prefixes before a graph runs (SGLang's reads a length on the host, which stalls every step of a
@@ -73,6 +73,23 @@ def shrink_graph_buffers(backend: Any) -> None:
             )
 
     backend.init_cuda_graph_state = init_cuda_graph_state
+
+
+def plan_in_graph(backend: Any) -> None:
+    """Record what a FlashAttention backend does before each replay of a draft graph into the graph.
+
+    Lengths and page table are half a dozen launches, and all they read are the graph's own inputs
+    and the slot table. The target's graphs must not do this: from their start on the scheduler may
+    write the slot table.
+    """
+    plan = backend.init_forward_metadata_out_graph
+
+    def before_graph(forward_batch: Any, in_capture: bool = False) -> None:
+        if in_capture:
+            plan(forward_batch, in_capture=True)
+
+    backend.init_forward_metadata_out_graph = before_graph
+    backend.init_forward_metadata_in_graph = plan
 
 
 class VerifyBackend:

@@ -275,6 +275,10 @@ SYMBOLS: dict[str, Symbol] = {
         "TritonAttnBackend.init_cuda_graph_state",
         ("max_bs", "max_num_tokens"),
     ),
+    "flash_plan_in_graph": Symbol(
+        "srt.layers.attention.flashattention_backend",
+        "FlashAttentionBackend.init_forward_metadata_in_graph",
+    ),
     # layers
     "gemma4_layer": Symbol(
         "srt.models.gemma4_causal",
@@ -299,9 +303,7 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.constrained.base_grammar_backend", "GrammarMask", ("grammar", "vocab_mask")
     ),
     "apply_custom_logit_processor": Symbol(
-        "srt.layers.sampler",
-        "apply_custom_logit_processor",
-        ("logits", "sampling_batch_info"),
+        "srt.layers.sampler", "apply_custom_logit_processor", ("logits", "sampling_batch_info")
     ),
     # sampling on a CPU
     "add_deterministic_choices": Symbol(
@@ -319,9 +321,7 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.layers.sampler", "murmur_hash32", ("seed", "positions", "col_indices")
     ),
     "allocate_token_bitmask": Symbol(
-        "srt.constrained.xgrammar_backend",
-        "_allocate_token_bitmask",
-        ("vocab_size", "batch_size"),
+        "srt.constrained.xgrammar_backend", "_allocate_token_bitmask", ("vocab_size", "batch_size")
     ),
     "apply_vocab_mask": Symbol(
         "srt.constrained.xgrammar_backend",

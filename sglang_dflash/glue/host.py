@@ -43,12 +43,14 @@ class Engine:
         # torch.cuda; on a CPU torch's stand-in, where everything happens in order
         self.device_module = torch.get_device_module(device_type)
         self.plan_stream = self.device_module.Stream() if config.overlap.plan_stream else None
+        self.verify_head = VerifyHead(target_model, ops, device_type=device_type)
         self.rows = RowSampler(
             self.target_runner.sampler,
-            VerifyHead(target_model, ops, device_type=device_type),
+            self.verify_head,
             PenaltyTable(self.target_runner.model_config.vocab_size, draft_runner.device),
         )
         self.graph_projected: Tensor | None = None
+        self.graph_choices: Tensor | None = None
         self.block_input = compat.DFlashVerifyInput(
             draft_token=None,
             positions=None,
@@ -56,23 +58,27 @@ class Engine:
             capture_hidden_mode=compat.CaptureHiddenMode.NULL,
         )
 
-    def project_in_graph(self) -> None:
-        """Have captured verify graphs end in the projection of all rows, `graph_projected`: which
-        of them are kept is known later, and a graph's launches cost the host nothing."""
+    def finish_in_graph(self) -> None:
+        """Have captured verify graphs end in the greedy choice after every row, `graph_choices`,
+        and the projection of every row, `graph_projected`. Which rows are kept, and whether the
+        choice is asked for, is known later; but a graph's launches cost the host nothing."""
         layers = self.draft_runner.model.layers
 
         @torch.no_grad()
-        def project(runner: Any, output: Any, _forward_batch: Any, num_tokens: int) -> None:
+        def finish(runner: Any, output: Any, _forward_batch: Any, num_tokens: int) -> None:
             weights = [layer.self_attn.kv_weight for layer in layers]
             if self.graph_projected is None:
                 rows = max(runner.capture_bs) * self.config.block_size
                 width = weights[0].shape[0]
                 self.graph_projected = weights[0].new_empty(len(weights), rows, width)
+                self.graph_choices = weights[0].new_empty(rows, dtype=torch.int64)
+            assert self.graph_choices is not None
+            self.graph_choices[:num_tokens] = self.verify_head.greedy(output.next_token_logits)
             hidden = self._context_hidden(output.hidden_states)
             for weight, room in zip(weights, self.graph_projected[:, :num_tokens], strict=True):
                 torch.matmul(hidden, weight.T, out=room)
 
-        self.target_runner.capture_tail_hooks.append(project)
+        self.target_runner.capture_tail_hooks.append(finish)
 
     def draft_head_in_graph(self, max_requests: int) -> None:
         """Have captured draft graphs end in the head and its argmax, written to `graph_drafts`."""
@@ -221,8 +227,9 @@ class BatchHost:
         )
         output = self.target_result.logits_output
         features, output.hidden_states = output.hidden_states, None
+        greedy = engine.graph_choices if self.target_result.can_run_cuda_graph else None
         choices = engine.rows.choose(
-            batch, output, context, block, grammar_barrier=self._grammar_barrier
+            batch, output, context, block, greedy=greedy, grammar_barrier=self._grammar_barrier
         )
         return TargetOutput(choices=choices, features=features)
 

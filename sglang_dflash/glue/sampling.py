@@ -38,15 +38,21 @@ class RowSampler:
         context: DraftContext,
         block: DraftBlock,
         *,
+        greedy: Tensor | None = None,
         grammar_barrier: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Return the target's token after each row, [b, B]; logprobs go to `logits_output`."""
+        """Return the target's token after each row, [b, B]; logprobs go to `logits_output`.
+
+        `greedy` holds at least the highest logits' tokens, if they are known already.
+        """
         info = batch.sampling_info
         logits = logits_output.next_token_logits
         shape = block.token_ids.shape
         if not _is_adjusted(batch):
             if info.is_all_greedy:
-                return self._head.greedy(logits).view(shape)
+                if greedy is None:
+                    greedy = self._head.greedy(logits)
+                return greedy[: shape.numel()].view(shape)
             if self._head.raw and _is_top_k_only(batch):
                 return self._head.draw(logits, info).view(shape)
         logits_output.next_token_logits = logits = self._head.plain(logits)

@@ -16,7 +16,7 @@ from sglang_dflash import kernels
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import compat
-from sglang_dflash.glue.attention import install_verify_attention
+from sglang_dflash.glue.attention import install_verify_attention, plan_in_graph
 from sglang_dflash.glue.draft_model import DFlashDraftModel
 from sglang_dflash.glue.finish import keep_books_in
 from sglang_dflash.glue.host import BatchHost, Engine
@@ -29,6 +29,8 @@ from sglang_dflash.step import decode_step, prefill_step
 from sglang_dflash.types import DraftContext
 
 logger = logging.getLogger(__name__)
+
+FLASH_BACKENDS = ("fa3", "fa4")
 
 
 class DFlashWorker(compat.BaseSpecWorker):
@@ -107,7 +109,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         self.max_requests = req_to_token_pool.req_to_token.shape[0]
         self.buffers = StepBuffers(self.max_requests, self.config.block_size, self.device)
         # before SGLang captures the target's graphs, which is before ours
-        self.engine.project_in_graph()
+        self.engine.finish_in_graph()
 
     def init_attention_backends(self) -> None:
         """Choose the kernels, once; SGLang has built the target's backend just before."""
@@ -115,6 +117,8 @@ class DFlashWorker(compat.BaseSpecWorker):
         self.verify_kernel = install_verify_attention(
             self.model_runner, max_requests=self.max_requests, block_size=self.config.block_size
         )
+        if self.config.draft_backend in FLASH_BACKENDS:
+            plan_in_graph(self.engine.draft_runner.attn_backend)
         logger.info("sglang_dflash owns DFLASH: %s", self.describe())
 
     def init_cuda_graphs(self) -> None:

@@ -63,3 +63,7 @@ def test_every_difference_is_a_near_tie(
     assert all(gap < NEAR_TIE for _, _, gap in differences), differences
     # most answers are the same to the last token, or it is not rounding
     assert len(differences) < 16
+    # drafts of a drafter that reads the wrong KV would cost speed only, and go unnoticed
+    length = dflash.acceptance()["accept_length"]
+    print(f"accept length {length}")
+    assert length > 2.5

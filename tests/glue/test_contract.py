@@ -47,6 +47,7 @@ def test_every_symbol_of_the_contract_is_used() -> None:
         "triton_forward_extend",
         "triton_verify_buffers",
         "triton_graph_state",
+        "flash_plan_in_graph",
         "gemma4_layer",
         "get_logits",
         "compute_lm_head",

@@ -1,4 +1,4 @@
-"""Draft KV is the same whether the end of a verify graph has projected the features or not."""
+"""Choices and draft KV are the same whether the end of a verify graph has made them or not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_dflash.glue.head import VerifyHead
 from sglang_dflash.glue.host import Engine
 from sglang_dflash.kernels import TORCH
 
@@ -33,6 +34,7 @@ def engine() -> Engine:
     found.ops = TORCH
     found.config = SimpleNamespace(block_size=4)
     found.graph_projected = None
+    found.verify_head = VerifyHead(torch.nn.Identity(), TORCH, device_type="cpu")
     found.target_runner = SimpleNamespace(capture_tail_hooks=[])
     model = SimpleNamespace(
         fc=torch.nn.Linear(2 * HIDDEN, HIDDEN, bias=False),
@@ -55,22 +57,25 @@ def written(engine: Engine, features: torch.Tensor, *, in_graph: bool) -> torch.
     return torch.stack([keys, values])
 
 
-def test_the_end_of_a_graph_projects_what_is_written(engine: Engine) -> None:
-    features = torch.randn(8, 2 * HIDDEN)
+def test_the_end_of_a_graph_chooses_and_projects(engine: Engine) -> None:
+    features, logits = torch.randn(8, 2 * HIDDEN), torch.randn(8, 30)
     expected = written(engine, features[:4], in_graph=False)
     assert expected[:, :, [3, 12, 19]].abs().min() > 0
-    engine.project_in_graph()
+    engine.finish_in_graph()
     [hook] = engine.target_runner.capture_tail_hooks
     # two graphs, the larger captured first; the batch of one request is padded to two
     for num_tokens in (8, 4, 8):
-        output = SimpleNamespace(hidden_states=features[:num_tokens])
+        output = SimpleNamespace(
+            hidden_states=features[:num_tokens], next_token_logits=logits[:num_tokens]
+        )
         hook(SimpleNamespace(capture_bs=[1, 2]), output, None, num_tokens)
     unused = torch.full_like(features[:4], float("nan"))
     torch.testing.assert_close(written(engine, unused, in_graph=True), expected)
+    assert engine.graph_choices.tolist() == logits.argmax(-1).tolist()
 
 
 def test_without_graphs_features_are_projected_when_they_are_written(engine: Engine) -> None:
-    engine.project_in_graph()
+    engine.finish_in_graph()
     features = torch.randn(4, 2 * HIDDEN)
     found = written(engine, features, in_graph=True)
     torch.testing.assert_close(found, written(engine, features, in_graph=False))
