@@ -15,7 +15,8 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -276,7 +277,7 @@ def _note_answers(
         "tokens": sum(len(answer.answer_ids) for answer in found.values()),
         "stopped": sum(answer.finish == "stop" for answer in found.values()),
         "held_out": run.options.held_out,
-        "temperatures": " ".join(run.options.temperatures),
+        "temperatures": _temperatures(found.values()),
         "engine": made_by,
     }
     run.write("run.json", values)
@@ -285,6 +286,12 @@ def _note_answers(
         f"{values['answers']['stopped']} ended by themselves",
         flush=True,
     )
+
+
+def _temperatures(answers: Iterable[store.Answer]) -> str:
+    # as they are, not as this call's options would have them
+    counts = Counter(answer.temperature for answer in answers)
+    return ", ".join(f"{t:g} ({counts[t]} answers)" for t in sorted(counts))
 
 
 def load_target(run: Run) -> PreTrainedModel:

@@ -111,6 +111,8 @@ def test_the_card_says_what_was_done(out: Path, prompts: list[Path]):
     ]
     for text in (run["files"][0]["sha256"], "--held-out=3", "Apache-2.0", "5 steps", "| 1 | 1 |"):
         assert text in card, text
+    greedy = sum(not a.temperature for a in read_answers(answer_files(out)).values())
+    assert f"Temperatures: 0 ({greedy} answers), " in card
     rows = [json.loads(line) for line in (out / "progress.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 5
     assert all(row["seconds"] > 0 and row["estimate"] >= 1 for row in rows)
@@ -131,7 +133,11 @@ def test_a_resumed_run_ends_with_the_same_weights(out: Path, tmp_path: Path):
     """If this broke, an interruption would change the result."""
     answers = (*SMALL, "--answers", *answer_files(out), "--stop-after", "train")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert train(*answers, "--out", whole) == 0
+    assert train(*answers, "--out", whole, "--temperatures", "0.5") == 0
+    texts = [
+        json.loads((f / "run.json").read_text())["answers"]["temperatures"] for f in (out, whole)
+    ]
+    assert texts[0] == texts[1], "the answers decide, not what this call would have asked for"
     # a pause that is over at once: one step at a time
     assert train(*answers, "--out", parts, "--pause-after", "1e-9") == 0
     state = torch.load(parts / "checkpoint.pt", weights_only=True)
