@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
 from sglang_dflash.train.batches import Example
+from sglang_dflash.train.repeats import useful_length
 
 # a new file is begun beyond this
 MAX_FILE_BYTES = 12 * 2**20
@@ -43,8 +44,11 @@ class Answer:
     answer_ids: array[int]
 
     def example(self, max_length: int) -> Example:
-        """Return both as one training example, cut to `max_length`."""
-        ids = (self.prompt_ids + self.answer_ids)[:max_length]
+        """Return both as one training example, cut to `max_length`, an endless loop before."""
+        answer = self.answer_ids
+        if self.finish == "length":
+            answer = answer[: useful_length(answer)]
+        ids = (self.prompt_ids + answer)[:max_length]
         prompt = min(len(self.prompt_ids), len(ids))
         return Example(ids, bytearray(prompt) + bytearray([1]) * (len(ids) - prompt))
 

@@ -102,7 +102,8 @@ def _start(
         chunk=options.chunk_rows,
         attention=attention,
     )
-    return Training(module=drafter, schedule=schedule), loss_of
+    training = Training(module=drafter, schedule=schedule, optimizer=options.optimizer)
+    return training, loss_of
 
 
 def _in_batches(
@@ -178,7 +179,7 @@ class _Watch:
             "seconds": round(training.seconds, 2),
             "epoch": self.batches.epoch,
             "loss": training.recent_loss(),
-            "learning_rate": training.optimizer.param_groups[0]["lr"],
+            "learning_rate": training.rate,
             "estimate": self.estimate,
         }
         with (self.out / "progress.jsonl").open("a") as file:

@@ -26,6 +26,7 @@ from sglang_dflash.train.loss import (
     sample_anchors,
     weighted_mean,
 )
+from sglang_dflash.train.optimizer import make_optimizers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,17 +62,18 @@ class Training:
 
     module: nn.Module
     schedule: Schedule
+    optimizer: str = "adamw"  # or "muon"
     step: int = 0
     seconds: float = 0.0  # spent in steps, over all processes that took part
+    rate: float = 0.0  # of the last step
     losses: list[Tensor] = field(default_factory=list)  # since this process began
 
     def __post_init__(self) -> None:
-        self.optimizer = torch.optim.AdamW(
-            self.module.parameters(),
-            lr=self.schedule.learning_rate,
-            betas=(0.9, 0.95),
+        self.optimizers = make_optimizers(
+            self.module,
+            self.optimizer,
+            learning_rate=self.schedule.learning_rate,
             weight_decay=self.schedule.weight_decay,
-            fused=True,
         )
 
     @property
@@ -94,14 +96,15 @@ class Training:
         while self.share < 1:
             began = time.monotonic()
             # the rate at the end of this step, so that the first step has one
-            rate = self.schedule.rate(self.schedule.share(self.step + 1, self.seconds))
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+            self.rate = self.schedule.rate(self.schedule.share(self.step + 1, self.seconds))
             loss = loss_of(next(batches))
-            self.optimizer.zero_grad(set_to_none=True)
+            self.module.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(self.module.parameters(), self.schedule.clip)
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = self.rate
+                optimizer.step()
             self.losses.append(loss.detach())
             if loss.is_cuda and self.schedule.seconds:
                 # or the clock would count launches, and run ahead of the device
@@ -114,14 +117,15 @@ class Training:
     def state(self) -> dict[str, Any]:
         return {
             "module": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": self.step,
             "seconds": self.seconds,
         }
 
     def load(self, state: dict[str, Any]) -> None:
         self.module.load_state_dict(state["module"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(values)
         self.step, self.seconds = state["step"], state["seconds"]
 
 
@@ -132,10 +136,11 @@ def optimise(
     loss_of: Callable[[Batch], Tensor],
     schedule: Schedule,
     label: str,
+    optimizer: str = "adamw",
     log_every: int = 50,
 ) -> list[float]:
     """Train `module` in place and return the loss of every step."""
-    training = Training(module=module, schedule=schedule)
+    training = Training(module=module, schedule=schedule, optimizer=optimizer)
 
     def log(training: Training) -> bool:
         if training.step % log_every == 0:

@@ -20,6 +20,7 @@ FIXED = (
     "anchors",
     "loss",
     "gamma",
+    "optimizer",
     "seed",
 )
 
@@ -103,6 +104,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     add("--checkpoint-every", type=float, default=5.0, help="minutes")
     add("--tokens-per-batch", type=int, default=32768, help="padding included")
     add("--anchors", type=int, default=96, help="blocks in a sequence of --max-length tokens")
+    add("--optimizer", choices=("muon", "adamw"), default="muon")
     add("--learning-rate", type=float, default=1e-3)
     add("--loss", choices=("decay", "dpace"), default="decay")
     add("--gamma", type=float, help="of --loss decay; default 7 for block 16, 5 for 10, 4 for 8")

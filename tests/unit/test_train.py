@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from itertools import repeat
 from random import Random
 
@@ -17,6 +18,7 @@ from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.reference.generate import capture_features
 from sglang_dflash.reference.model import FULL, SLIDING, Drafter, DrafterConfig
 from sglang_dflash.train import grammar
+from sglang_dflash.train.answers import Answer
 from sglang_dflash.train.batches import Batches, collate, encode_chat, encode_prompt
 from sglang_dflash.train.blocks import layer_features, run_blocks
 from sglang_dflash.train.data import make_conversations, sample_prompts, split_of
@@ -32,6 +34,7 @@ from sglang_dflash.train.loss import (
     sample_anchors,
     weighted_mean,
 )
+from sglang_dflash.train.repeats import useful_length
 from sglang_dflash.train.tiny import drafter_config
 
 
@@ -260,7 +263,8 @@ def test_a_few_steps_lower_the_target_loss(examples):
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5]), losses
 
 
-def test_a_few_steps_lower_the_drafter_loss_and_leave_the_target_alone(examples):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_few_steps_lower_the_drafter_loss_and_leave_the_target_alone(examples, optimizer):
     """If this broke, the drafter would not learn, or the pair would drift apart."""
     target, drafter = make_target().requires_grad_(False), make_drafter()
     before = {k: v.clone() for k, v in target.state_dict().items()}
@@ -272,9 +276,32 @@ def test_a_few_steps_lower_the_drafter_loss_and_leave_the_target_alone(examples)
         ),
         schedule=Schedule(steps=40, learning_rate=5e-3),
         label="drafter",
+        optimizer=optimizer,
     )
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), losses
     assert all(torch.equal(v, before[k]) for k, v in target.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("abcdefgh", "abcdefgh"),
+        ("abxyxyxy", "abxyxyxy"),
+        ("abxyxyxyxyx", "abxyxyxy"),
+        ("abxxxxxxxxx", "abxxx"),
+        ("xxxxxxxxxab", "xxxxxxxxxab"),
+        ("", ""),
+    ],
+)
+def test_a_loop_at_the_end_of_an_answer_is_cut_after_three_rounds(text: str, kept: str):
+    """If this broke, most of the training would go into text that any drafter can copy."""
+    ids = [ord(letter) for letter in text]
+    assert text[: useful_length(ids)] == kept
+    prompt = array("i", ids * 2)
+    for finish, answer in (("length", kept), ("stop", text)):
+        example = Answer("key", 0.0, finish, prompt, array("i", ids)).example(64)
+        assert "".join(map(chr, example.token_ids)) == text * 2 + answer
+        assert sum(example.answer_mask) == len(answer)
 
 
 RELEASED_KEYS = {
