@@ -23,17 +23,18 @@ def offline_engine(
 ) -> Iterator[Ask]:
     """Start an engine that answers `rows` questions at once; it ends, and frees its GPU, with the
     block. Sampled answers depend on the seed and on what else is in a batch."""
+    context_length = max_length + 8
     engine = compat.Engine(
         model_path=model_path,
         # tokens in, tokens out: text would have to be encoded again, which is not always the same
         skip_tokenizer_init=True,
         random_seed=seed,
-        context_length=max_length + 8,
+        context_length=context_length,
         max_running_requests=rows,
         attention_backend=attention_backend,
         # needs no compiler on the host
         sampling_backend="pytorch",
-        **_device_settings(rows),
+        **_device_settings(rows, context_length),
     )
     try:
         yield lambda questions: _ask(engine, questions, sorted(stop))
@@ -41,7 +42,7 @@ def offline_engine(
         engine.shutdown()
 
 
-def _device_settings(rows: int) -> dict[str, Any]:
+def _device_settings(rows: int, context_length: int) -> dict[str, Any]:
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         return {
             "device": "cpu",
@@ -52,7 +53,10 @@ def _device_settings(rows: int) -> dict[str, Any]:
         }
     return {
         "mem_fraction_static": 0.8,
-        "cuda_graph_max_bs_decode": rows,
+        # no more than can be used: several engines, each for prompts of its own, then fit on a GPU
+        "max_total_tokens": rows * context_length,
+        # nearly all steps are full ones, and each size takes most of a second to capture
+        "cuda_graph_bs_decode": sorted({rows >> n for n in range(rows.bit_length())}),
         # prompts are a small part of the work, and their graphs take a while to capture
         "disable_prefill_cuda_graph": True,
     }
