@@ -68,13 +68,14 @@ def _scores(scores: dict[str, Any]) -> str:
             "Accept length is the mean number of tokens committed per verify step, the bonus "
             "included; the token that comes from the prompt is not counted. Measured on held-out "
             f"prompts in the real decoding loop, at most {scores['evaluate_tokens']} tokens each "
-            f"({scores['device']}).",
+            f"({scores['device']}). Every draft of an ideal drafter is the target's likeliest "
+            "token: sampled text departs from it, and so stops even that one.",
             "",
-            "| temperature | prompts | verify steps | accept length |",
-            "|---|---|---|---|",
+            "| temperature | prompts | verify steps | accept length | an ideal drafter's |",
+            "|---|---|---|---|---|",
             *(
                 f"| {loop['temperature']:g} | {loop['prompts']} | {loop['verify_steps']} | "
-                f"{loop['accept_length']:.2f} |"
+                f"{loop['accept_length']:.2f} | {loop['ideal']:.2f} |"
                 for loop in scores["loops"]
             ),
             "",

@@ -54,6 +54,39 @@ def sample_at(temperature: float, *, seed: int) -> Choose:
     return choose
 
 
+class Ideal:
+    """The accept length of an ideal drafter: one whose every draft is the target's likeliest token.
+
+    Wraps a rule of choice and notes where the choice was that token. Sampled text departs from it,
+    and so bounds what training can reach.
+    """
+
+    def __init__(self, choose: Choose) -> None:
+        self._choose = choose
+        self._likeliest: dict[int, bool] = {}
+        self._tokens = self._steps = 0
+
+    def __call__(self, logits: Tensor, before: Sequence[int]) -> int:
+        token = self._choose(logits, before)
+        # a place behind a wrong draft is chosen again, with the right tokens before it
+        self._likeliest[len(before)] = token == int(logits.argmax())
+        return token
+
+    def count(self, generation: Generation, *, prompt_len: int, block_size: int) -> None:
+        """Walk one finished generation as that drafter would, and begin anew."""
+        at, last = prompt_len, prompt_len + len(generation.token_ids) - 1
+        while at < last:
+            end = min(at + block_size, last)
+            at = next((k for k in range(at + 1, end) if not self._likeliest[k]), end)
+            self._steps += 1
+        self._tokens += len(generation.token_ids) - 1
+        self._likeliest = {}
+
+    @property
+    def accept_length(self) -> float:
+        return self._tokens / max(self._steps, 1)
+
+
 @dataclass(frozen=True)
 class Evaluation:
     prompts: list[str]

@@ -30,7 +30,7 @@ from sglang_dflash.reference.generate import generate
 from sglang_dflash.reference.model import Drafter, DrafterConfig
 from sglang_dflash.train import answers as store
 from sglang_dflash.train.card import versions, write_card
-from sglang_dflash.train.evaluate import accept_length, histogram, sample_at
+from sglang_dflash.train.evaluate import Ideal, accept_length, histogram, sample_at
 from sglang_dflash.train.fit import fit
 from sglang_dflash.train.options import FIXED, check_options, read_temperatures
 from sglang_dflash.train.prompts import check_template, read_prompts, sha256
@@ -312,24 +312,27 @@ def evaluate_drafter(
     keys = list(answers)[: min(options.held_out, options.evaluate_prompts)]
     loops = []
     for temperature in EVALUATED:
-        choose = sample_at(temperature, seed=options.seed)
-        generations = [
-            generate(
+        choose = Ideal(sample_at(temperature, seed=options.seed))
+        generations = []
+        for key in store.watch(keys, f"evaluate at temperature {temperature:g}"):
+            prompt = answers[key].prompt_ids.tolist()
+            generation = generate(
                 target,
                 drafter,
-                answers[key].prompt_ids.tolist(),
+                prompt,
                 max_new_tokens=options.evaluate_tokens,
                 eos_token_ids=run.stop,
                 choose=choose,
             )
-            for key in store.watch(keys, f"evaluate at temperature {temperature:g}")
-        ]
+            choose.count(generation, prompt_len=len(prompt), block_size=drafter.config.block_size)
+            generations.append(generation)
         loops.append(
             {
                 "temperature": temperature,
                 "prompts": len(keys),
                 "verify_steps": sum(len(g.blocks) for g in generations),
                 "accept_length": accept_length(generations),
+                "ideal": choose.accept_length,
                 "histogram": histogram(generations),
             }
         )
@@ -352,7 +355,8 @@ def evaluate_drafter(
     for loop in loops:
         print(
             f"train: accept length {loop['accept_length']:.2f} at temperature "
-            f"{loop['temperature']:g} over {loop['verify_steps']} verify steps",
+            f"{loop['temperature']:g} over {loop['verify_steps']} verify steps (an ideal drafter: "
+            f"{loop['ideal']:.2f})",
             flush=True,
         )
     return scores

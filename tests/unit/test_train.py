@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from sglang_dflash.pairs import tiny_drafter, tiny_target
-from sglang_dflash.reference.generate import capture_features
+from sglang_dflash.reference.generate import Generation, capture_features
 from sglang_dflash.reference.model import FULL, SLIDING, Drafter, DrafterConfig
 from sglang_dflash.train import grammar
 from sglang_dflash.train.answers import Answer
 from sglang_dflash.train.batches import Batches, collate, encode_chat, encode_prompt
 from sglang_dflash.train.blocks import layer_features, run_blocks
 from sglang_dflash.train.data import make_conversations, sample_prompts, split_of
-from sglang_dflash.train.evaluate import evaluate, grammar_answers
+from sglang_dflash.train.evaluate import Ideal, evaluate, grammar_answers
 from sglang_dflash.train.export import export_drafter, export_target, round_to_bfloat16
 from sglang_dflash.train.loop import DrafterLoss, Schedule, optimise, target_loss
 from sglang_dflash.train.loss import (
@@ -280,6 +280,23 @@ def test_a_few_steps_lower_the_drafter_loss_and_leave_the_target_alone(examples,
     )
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), losses
     assert all(torch.equal(v, before[k]) for k, v in target.state_dict().items())
+
+
+def test_an_ideal_drafter_stops_where_the_text_is_not_the_likeliest():
+    """If this broke, a card would promise more than a drafter can reach, or excuse a bad one."""
+    logits = torch.tensor([0.0, 1.0])
+    # the token at each position; 1 is always the likeliest
+    text = [0, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
+    ideal = Ideal(lambda _logits, before: text[len(before)])
+    for _ in range(2):
+        for place in range(2, len(text)):
+            # first as if the draft before had been another one, then as it was
+            ideal(1 - logits, text[:place])
+            ideal(logits, text[:place])
+        # anchors at 2, 4 (first surprise), 8 (a whole block of 4) and the end
+        generation = Generation(text[2:], blocks=[], commit_lens=[])
+        ideal.count(generation, prompt_len=2, block_size=4)
+        assert ideal.accept_length == 8 / 3
 
 
 @pytest.mark.parametrize(
