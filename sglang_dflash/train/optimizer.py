@@ -1,8 +1,7 @@
 """What turns gradients into steps: AdamW, or Muon for the matrices and AdamW for the rest.
 
-Muon makes every direction of a matrix's step equally large. Trained for minutes, a drafter gets
-further with it: after 240 steps on 320 answers of SmolLM2-135M the loss was 2.7 instead of 4.2, a
-step being a sixth slower on a CPU.
+Muon makes every direction of a matrix's step equally large. Trained for minutes rather than days, a
+drafter gets much further with it for the same number of steps.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     add("--anchors", type=int, default=96, help="blocks in a sequence of --max-length tokens")
     add("--optimizer", choices=("muon", "adamw"), default="muon")
     add("--learning-rate", type=float, default=1e-3)
-    add("--loss", choices=("decay", "dpace"), default="decay")
+    add("--loss", choices=("decay", "dpace"), default="dpace")
     add("--gamma", type=float, help="of --loss decay; default 7 for block 16, 5 for 10, 4 for 8")
     add("--chunk-rows", type=int, default=8192, help="rows of logits in memory at once")
     add("--attention", choices=("auto", "sdpa", "flex"), default="auto", help="of the blocks")
