@@ -43,7 +43,7 @@ class RowSampler:
     ) -> Tensor:
         """Return the target's token after each row, [b, B]; logprobs go to `logits_output`.
 
-        `greedy` holds at least the highest logits' tokens, if they are known already.
+        `greedy` begins with the tokens of the highest logits, where these are known already.
         """
         info = batch.sampling_info
         logits = logits_output.next_token_logits

@@ -7,6 +7,7 @@ from importlib import metadata
 from typing import Any
 
 from sglang_dflash.reference.model import DrafterConfig
+from sglang_dflash.train.repeats import ROUNDS
 
 _TABLE_ROWS = 12
 
@@ -95,7 +96,7 @@ def _data(run: dict[str, Any]) -> str:
         "",
         f"{answers['count']} of the target's own answers ({answers['tokens']} tokens; "
         f"{answers['stopped']} ended by themselves), of which {answers['held_out']} are held out "
-        "with their prompts. "
+        f"with their prompts. An endless loop at an answer's end is cut after {ROUNDS} rounds. "
         f"Temperatures: {answers['temperatures']}. Thinking: {run['settings']['thinking']}. "
         f"Made by: {answers['engine']}.",
         "",

@@ -25,6 +25,6 @@ def useful_length(token_ids: Sequence[int], *, rounds: int = ROUNDS) -> int:
     for period in range(1, len(ids) // rounds + 1):
         differs = np.flatnonzero(ids[:-period] != ids[period:])
         same = int(differs[0]) if len(differs) else len(ids) - period
-        # the loop has `same + period` tokens
-        least = min(least, len(ids) - max(0, same + period - rounds * period))
+        # the first round has none before it to equal
+        least = min(least, len(ids) - max(0, same - (rounds - 1) * period))
     return least
