@@ -178,6 +178,11 @@ def check_options(options: argparse.Namespace) -> None:
         if value is not None and value <= 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value}. Pass more than 0.")
     read_temperatures(options.temperatures)
+    if options.gamma is not None and options.loss != "decay":
+        raise ValueError(
+            f"--gamma {options.gamma:g} was given, but --loss {options.loss} has no such setting. "
+            "Add --loss decay, or drop --gamma."
+        )
     if options.gamma is None:
         options.gamma = default_gamma(options.block_size)
     if options.steps is None and options.minutes is None:

@@ -14,17 +14,17 @@ import numpy as np
 ROUNDS = 3
 
 
-def useful_length(token_ids: Sequence[int], *, rounds: int = ROUNDS) -> int:
-    """Return how many tokens there are up to the end of the loop's first `rounds` rounds.
+def useful_length(token_ids: Sequence[int]) -> int:
+    """Return how many tokens there are up to the end of the loop's first ROUNDS rounds.
 
-    A loop is an end of the sequence that consists of more than `rounds` equal rounds, the last of
+    A loop is an end of the sequence that consists of more than ROUNDS equal rounds, the last of
     which may be incomplete. Of several readings the one that leaves the least is taken.
     """
     ids = np.asarray(token_ids)[::-1]
     least = len(ids)
-    for period in range(1, len(ids) // rounds + 1):
+    for period in range(1, len(ids) // ROUNDS + 1):
         differs = np.flatnonzero(ids[:-period] != ids[period:])
         same = int(differs[0]) if len(differs) else len(ids) - period
         # the first round has none before it to equal
-        least = min(least, len(ids) - max(0, same - (rounds - 1) * period))
+        least = min(least, len(ids) - max(0, same - (ROUNDS - 1) * period))
     return least

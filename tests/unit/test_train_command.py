@@ -296,6 +296,7 @@ REFUSALS = {
     "thinking": (["--thinking", "on"], "knows no enable_thinking"),
     "length": (["--max-length", "4096", "--tokens-per-batch", "4096"], "2048 positions"),
     "batch": (["--tokens-per-batch", "100"], "cannot hold one sequence of --max-length 160"),
+    "gamma": (["--gamma", "5"], "Add --loss decay, or drop --gamma"),
     "temperatures": (["--temperatures", "hot"], "Write TEMPERATURE or TEMPERATURE:SHARE"),
     "steps": (["--steps", "0"], "--steps is 0. Pass more than 0."),
     "held out": (["--held-out", "13"], "13 answers were found and --held-out is 13"),
