@@ -109,7 +109,9 @@ def _data(run: dict[str, Any]) -> str:
 
 
 def _training(run: dict[str, Any], scores: dict[str, Any]) -> str:
-    commands = "\n".join(f"    {command}" for command in run["commands"])
+    # of the runs that answered, and of this one
+    all_commands = [*run["answers"]["commands"], *run["commands"]]
+    commands = "\n".join(f"    {command}" for command in all_commands)
     used = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     return (
         f"{scores.get('step', 0)} steps in {scores.get('seconds', 0) / 60:.1f} minutes on "

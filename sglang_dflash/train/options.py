@@ -59,6 +59,12 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
     add("--max-length", type=int, default=1024, help="of prompt and answer together, in tokens")
     add("--answer-minutes", type=float, help="stop generating after so long")
     add(
+        "--share",
+        default="1/1",
+        help="K/N: ask only every N-th question, from the K-th; N calls, each with its own --out, "
+        "keep a GPU busier than one, and --answers takes the files of all",
+    )
+    add(
         "--temperatures",
         nargs="+",
         default=["0:50", "0.7:25", "1:25"],
@@ -139,6 +145,18 @@ def read_temperatures(texts: list[str]) -> dict[float, float]:
     return found
 
 
+def read_share(text: str) -> slice:
+    """Return the questions that a call answers, from K/N."""
+    share, _, shares = text.partition("/")
+    try:
+        first, step = int(share), int(shares)
+    except ValueError:
+        first, step = 0, 0
+    if not 1 <= first <= step:
+        raise ValueError(f"--share is {text!r}. Write K/N with K from 1 to N, for example 2/3.")
+    return slice(first - 1, None, step)
+
+
 def default_gamma(block_size: int) -> float:
     """Return the published decay for a block size: 7 for 16, 5 for 10, 4 for 8."""
     return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, max(1.0, block_size * 7 / 16))
@@ -178,6 +196,7 @@ def check_options(options: argparse.Namespace) -> None:
         if value is not None and value <= 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value}. Pass more than 0.")
     read_temperatures(options.temperatures)
+    read_share(options.share)
     if options.gamma is not None and options.loss != "decay":
         raise ValueError(
             f"--gamma {options.gamma:g} was given, but --loss {options.loss} has no such setting. "

@@ -16,7 +16,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from sglang_dflash.train import answers as store
 from sglang_dflash.train.card import versions, write_card
 from sglang_dflash.train.evaluate import Ideal, accept_length, histogram, sample_at
 from sglang_dflash.train.fit import fit
-from sglang_dflash.train.options import FIXED, check_options, read_temperatures
+from sglang_dflash.train.options import FIXED, check_options, read_share, read_temperatures
 from sglang_dflash.train.prompts import check_template, read_prompts, sha256
 from sglang_dflash.train.shape import load_target_parts, make_drafter_config
 
@@ -187,14 +187,10 @@ def _claim(run: Run) -> None:
 
 def collect_answers(run: Run, engine: Engine | None) -> dict[str, store.Answer]:
     """Return the answers to train on, generating what is missing."""
-    options = run.options
+    options, commands = run.options, []
     if options.answers:
         found = store.read_answers(options.answers)
-        files = [
-            {"name": path.name, "rows": "answers", "sha256": sha256(path)}
-            for path in options.answers
-        ]
-        made_by = "another run"
+        files, made_by, commands = _origin(options.answers)
     else:
         found = store.read_answers(store.answer_files(run.out), repair=True)
         files, made_by = run.read("run.json")["files"], "an earlier call"
@@ -206,8 +202,23 @@ def collect_answers(run: Run, engine: Engine | None) -> dict[str, store.Answer]:
             f"{len(found)} answers were found and --held-out is {options.held_out}: nothing is "
             "left to train on. Pass more --prompts or --answers, or hold out fewer."
         )
-    _note_answers(run, found, files=files, made_by=made_by)
+    _note_answers(run, found, files=files, made_by=made_by, commands=commands)
     return found
+
+
+def _origin(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], str, list[str]]:
+    """Return the prompt files that answers of other runs go back to, what answered, and the
+    commands; the files of answers themselves where no finished run is beside them."""
+    files: dict[str, dict[str, Any]] = {}
+    engines, commands = set(), dict[str, None]()
+    for path in paths:
+        beside = path.parent / "run.json"
+        run = json.loads(beside.read_text()) if beside.exists() else {}
+        named = run.get("files") or [{"name": path.name, "rows": "answers", "sha256": sha256(path)}]
+        files |= {file["sha256"]: file for file in named}
+        engines.add(run.get("answers", {}).get("engine", "another run"))
+        commands |= dict.fromkeys(run.get("commands", []))
+    return list(files.values()), " and ".join(sorted(engines)), list(commands)
 
 
 def generate_answers(
@@ -229,7 +240,7 @@ def generate_answers(
         max_new_tokens=options.max_new_tokens,
         max_length=options.max_length,
         seed=options.seed,
-    )
+    )[read_share(options.share)]
     missing = [question for question in questions if question.key not in known]
     kind = options.engine
     if kind == "auto":
@@ -266,7 +277,12 @@ def generate_answers(
 
 
 def _note_answers(
-    run: Run, found: dict[str, store.Answer], *, files: list[dict[str, Any]], made_by: str
+    run: Run,
+    found: dict[str, store.Answer],
+    *,
+    files: list[dict[str, Any]],
+    made_by: str,
+    commands: list[str],
 ) -> None:
     values = run.read("run.json")
     if made_by == "an earlier call":
@@ -279,6 +295,7 @@ def _note_answers(
         "held_out": run.options.held_out,
         "temperatures": _temperatures(found.values()),
         "engine": made_by,
+        "commands": commands,
     }
     run.write("run.json", values)
     print(

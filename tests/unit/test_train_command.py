@@ -118,6 +118,27 @@ def test_the_card_says_what_was_done(out: Path, prompts: list[Path]):
     assert all(row["seconds"] > 0 and row["estimate"] >= 1 for row in rows)
 
 
+def test_calls_that_share_the_questions_answer_each_once(
+    out: Path, prompts: list[Path], tmp_path: Path
+):
+    """If this broke, work would be done twice or never, or a card not name the prompts."""
+    answering = (*SMALL, "--prompts", *prompts, "--temperatures", "0", "--stop-after", "answers")
+    shares = [tmp_path / "1", tmp_path / "2"]
+    for k, share in enumerate(shares, start=1):
+        assert train(*answering, "--out", share, "--share", f"{k}/2") == 0
+    files = [file for share in shares for file in answer_files(share)]
+    found = [read_answers([file]) for file in files]
+    assert [len(answers) for answers in found] == [7, 6]
+    assert sorted(found[0] | found[1]) == list(read_answers(answer_files(out)))
+    joined = tmp_path / "joined"
+    assert train(*SMALL, "--answers", *files, "--out", joined, "--steps", "1") == 0
+    run, whole = (json.loads((f / "run.json").read_text()) for f in (joined, out))
+    assert run["files"] == whole["files"]
+    assert run["answers"]["engine"] == whole["answers"]["engine"]
+    card = (joined / "drafter" / "README.md").read_text()
+    assert all(f"--share {k}/2" in card for k in (1, 2))
+
+
 def test_the_drafter_can_be_measured_again(out: Path, tmp_path: Path):
     """If this broke, a score could not be checked without training."""
     copy = tmp_path / "out"
@@ -298,6 +319,7 @@ REFUSALS = {
     "batch": (["--tokens-per-batch", "100"], "cannot hold one sequence of --max-length 160"),
     "gamma": (["--gamma", "5"], "Add --loss decay, or drop --gamma"),
     "temperatures": (["--temperatures", "hot"], "Write TEMPERATURE or TEMPERATURE:SHARE"),
+    "share": (["--share", "3/2"], "--share is '3/2'. Write K/N with K from 1 to N"),
     "steps": (["--steps", "0"], "--steps is 0. Pass more than 0."),
     "held out": (["--held-out", "13"], "13 answers were found and --held-out is 13"),
     "target": (["--model-path", str(Path(__file__).parent)], "(a folder) has no model"),
