@@ -353,15 +353,14 @@ SYMBOLS: dict[str, Symbol] = {
     ),
     "KVWriteLoc": Symbol("srt.mem_cache.memory_pool", "KVWriteLoc"),
     "SWAKVPool": Symbol("srt.mem_cache.swa_memory_pool", "SWAKVPool"),
-    "resolved_attention_backends": Symbol(
-        "srt.server_args", "ServerArgs._resolved_attention_backends"
-    ),
+    "resolved_backends": Symbol("srt.server_args", "ServerArgs._resolved_attention_backends"),
     "model_specific_adjustments": Symbol(
         "srt.server_args", "ServerArgs._handle_model_specific_adjustments"
     ),
     "set_envs_and_config": Symbol(
         "srt.entrypoints.engine", "_set_envs_and_config", ("server_args",)
     ),
+    "init_cpu_threads": Symbol("srt.distributed.bootstrap", "_init_cpu_threads_env"),
     "update_intermediate_size": Symbol(
         "srt.configs.update_config",
         "update_intermediate_size",

@@ -43,7 +43,7 @@ def test_every_symbol_of_the_contract_is_used() -> None:
         "Sampler_forward",
         "SamplingBatchInfo",
         "ServerArgs",
-        "resolved_attention_backends",
+        "resolved_backends",
         "triton_forward_extend",
         "triton_verify_buffers",
         "triton_graph_state",

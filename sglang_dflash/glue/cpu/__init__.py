@@ -35,6 +35,7 @@ def install_if_cpu() -> None:
             "model_specific_adjustments": _accept_torch_native,
             "update_intermediate_size": _skip_absent_size,
             "set_envs_and_config": _fork_children,
+            "init_cpu_threads": _leave_threads_alone,
         }
     )
 
@@ -54,6 +55,11 @@ def _fork_children(original: Any, server_args: Any) -> None:
     original(server_args)
     if len(os.listdir("/proc/self/task")) == 1:
         multiprocessing.set_start_method("fork", force=True)
+
+
+def _leave_threads_alone(_original: Any, **_settings: Any) -> None:
+    """Let OpenMP place its threads, as SGLang does on most CPUs: on an Arm one it would call a
+    kernel that the package index has no build of."""
 
 
 def _accept_torch_native(original: Any, server_args: Any) -> None:
