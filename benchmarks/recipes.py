@@ -146,7 +146,7 @@ def run_cell(cell: Cell, options: argparse.Namespace, *, timeout_s: float) -> di
                     "step_ms": round(step_ms, 3),
                 }
             )
-        found["command"] = [word.replace(f"{ROOT}/", "") for word in server.command]
+        found["command"] = [systems.short_path(word) for word in server.command]
         return found
     except (requests.RequestException, openai.OpenAIError, AssertionError) as error:
         end = server.log()[-3000:]

@@ -208,12 +208,21 @@ def gpu_name() -> str:
     return torch.cuda.get_device_name()
 
 
+def short_path(word: str) -> str:
+    """Return a path of this machine by its name, relative to the repository inside of it; any other
+    word as it is."""
+    if not word.startswith("/"):
+        return word
+    path = Path(word)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
 def recorded_command(hidden: Iterable[str] = ("--out", "--logs")) -> str:
     """Return the command without the options that only say where files lie."""
     kept, skip = [], False
     for word in sys.argv:
         if not skip and word not in hidden:
-            kept.append(word)
+            kept.append(short_path(word))
         skip = word in hidden
     return " ".join(["python", *kept])
 

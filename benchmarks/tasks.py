@@ -232,7 +232,7 @@ class Run:
         server = serve(system, self.options)
         try:
             result["start_s"] = server.wait().start_s
-            result["command"] = [word.replace(f"{ROOT}/", "") for word in server.command]
+            result["command"] = [systems.short_path(word) for word in server.command]
             print(f"{system}: ready after {result['start_s']:.0f} s", flush=True)
             self._warm_up(server)
             for point in self.points:
@@ -268,11 +268,10 @@ class Run:
         return {"equal_to_plain": compare(plain, self._answers[system, point])}
 
     def found(self) -> dict[str, Any]:
-        paths = {
-            "target": self.options.model_path,
-            "drafter": self.options.draft_model_path,
+        pair = {
+            "target": systems.short_path(self.options.model_path),
+            "drafter": systems.short_path(self.options.draft_model_path),
         }
-        pair = {part: "/".join(Path(path).parts[-2:]) for part, path in paths.items()}
         return {**self._about, "pair": pair, "results": self.results}
 
     def write(self, *, picture: bool) -> None:

@@ -4,8 +4,9 @@
     python launch/demo.py --chat    # ask yourself
     python launch/demo.py --model-path M --draft-model-path D    # a pair of your own
 
-Two servers run side by side, with and without speculation, so that the speeds come from one run;
-on a GPU, if there is one that torch can use.
+The pair is SmolLM2-135M-Instruct, downloaded once (93 MB), and the drafter in this package; with
+--tiny it is the embedded toy, which needs no download. Two servers run side by side, with and
+without speculation, so that the speeds come from one run; on a GPU, if torch can use one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import torch
 from transformers import AutoTokenizer
 
 from server import ROOT, Server
-from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.pairs import smollm2_drafter, tiny_drafter, tiny_target
+from sglang_dflash.pairs.smollm2 import smollm2_target
 from stream import Answer, show, stream_pieces
 
 # what the embedded pair has learnt
@@ -83,14 +85,10 @@ class Speed(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chat", action="store_true", help="read questions from the terminal")
-    parser.add_argument("--model-path", help="a target; the embedded pair unless given")
+    parser.add_argument("--tiny", action="store_true", help="the embedded pair, without a download")
+    parser.add_argument("--model-path", help="a target of your own")
     parser.add_argument("--draft-model-path", help="its drafter")
-    options = parser.parse_args()
-    if bool(options.model_path) != bool(options.draft_model_path):
-        parser.error("--model-path and --draft-model-path make a pair: give both, or neither")
-    pair = Pair(
-        options.model_path or str(tiny_target()), options.draft_model_path or str(tiny_drafter())
-    )
+    pair = choose_pair(parser, options := parser.parse_args())
     tokenizer = AutoTokenizer.from_pretrained(pair.target)
     dflash = pair.serve()
     servers = [dflash] if options.chat else [pair.serve(plain=True), dflash]
@@ -106,6 +104,22 @@ def main() -> None:
     finally:
         for server in servers:
             server.stop()
+
+
+def choose_pair(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Pair:
+    given = options.model_path, options.draft_model_path
+    if any(given) and not all(given):
+        parser.error("--model-path and --draft-model-path make a pair: give both, or neither")
+    if options.tiny and any(given):
+        parser.error("--tiny is a pair of its own: drop it, or --model-path and --draft-model-path")
+    if options.tiny:
+        return Pair(str(tiny_target()), str(tiny_drafter()))
+    if all(given):
+        return Pair(*given)
+    try:
+        return Pair(str(smollm2_target()), str(smollm2_drafter()))
+    except RuntimeError as error:
+        sys.exit(f"demo: {error} `python launch/demo.py --tiny` needs no download.")
 
 
 def demonstrate(plain: Server, dflash: Server, tokenizer: Any, questions: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Model pairs that travel inside the package, so that a server can be tried without a download."""
+"""Model pairs that travel with the package: a tiny one whole, and the drafter of a real model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from pathlib import Path
 
 def tiny_target() -> Path:
     """Return the folder of the embedded target."""
-    return _folder("target")
+    return _folder("tiny", "target")
 
 
 def tiny_drafter() -> Path:
     """Return the folder of the drafter trained for the embedded target."""
-    return _folder("drafter")
+    return _folder("tiny", "drafter")
 
 
-def _folder(name: str) -> Path:
-    return Path(str(files(__name__).joinpath("tiny", name)))
+def smollm2_drafter() -> Path:
+    """Return the folder of the drafter trained for the target that `pairs.smollm2` makes."""
+    return _folder("smollm2_dflash")
+
+
+def _folder(*names: str) -> Path:
+    return Path(str(files(__name__).joinpath(*names)))

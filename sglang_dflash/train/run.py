@@ -361,12 +361,13 @@ def evaluate_drafter(
     }
     run.write("scores.json", scores)
     path = run.out / "progress.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     card = write_card(
         config=drafter.config,
         run=run.read("run.json"),
         scores=scores,
-        progress=[json.loads(line) for line in lines],
+        # a run that was killed had gone on from the drafter it left
+        progress=[row for row in rows if row["step"] <= scores.get("step", row["step"])],
     )
     (run.out / "drafter" / "README.md").write_text(card)
     for loop in loops:

@@ -38,11 +38,24 @@ def test_stream_tells_accepted_drafts_apart(
         assert "".join(piece.text for piece in pieces) == answer.text == expected.message.content
 
 
-def test_half_a_pair_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    monkeypatch.setattr("sys.argv", ["demo.py", "--model-path", "somewhere"])
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (["--model-path", "M"], "give both, or neither"),
+        (["--tiny", "--model-path", "M", "--draft-model-path", "D"], "--tiny is a pair of its own"),
+    ],
+    ids=["half", "two"],
+)
+def test_not_one_pair_is_refused(
+    given: list[str],
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["demo.py", *given])
     with pytest.raises(SystemExit):
         demo.main()
-    assert "give both, or neither" in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
 
 
 def test_marks_stand_around_accepted_drafts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,8 @@ def test_accept_length_is_what_the_server_counted(found: dict[str, Any]) -> None
 def test_the_result_says_where_it_comes_from(found: dict[str, Any], out: Path) -> None:
     assert found["command"].startswith("python benchmarks/tasks.py --tasks gsm8k mtbench")
     assert found["sglang"] and found["torch"]
-    assert found["pair"] == {"target": "tiny/target", "drafter": "tiny/drafter"}
+    tiny = "sglang_dflash/pairs/tiny"
+    assert found["pair"] == {"target": f"{tiny}/target", "drafter": f"{tiny}/drafter"}
     assert str(out.parent) not in out.with_suffix(".json").read_text()
 
 

@@ -1,0 +1,81 @@
+"""The real pair that the demonstration serves: exact, and worth having."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+import demo
+from server import Server
+from sglang_dflash.pairs import smollm2_drafter
+from sglang_dflash.pairs.smollm2 import smollm2_target
+from sglang_dflash.reference.model import Drafter
+
+MAX_BYTES = 26 * 10**6
+MAX_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def target() -> Path:
+    try:
+        return smollm2_target()
+    except RuntimeError as error:
+        pytest.skip(f"the target cannot be had: {error}")
+
+
+def test_the_drafter_is_small_and_fits_its_target(target: Path) -> None:
+    """If this broke, the demonstration would not start."""
+    folder = smollm2_drafter()
+    assert sum(path.stat().st_size for path in folder.iterdir()) < MAX_BYTES
+    config, drafted = AutoConfig.from_pretrained(target), Drafter.from_pretrained(folder).config
+    assert drafted.block_size == 16
+    assert (drafted.hidden_size, drafted.vocab_size) == (config.hidden_size, config.vocab_size)
+    assert drafted.num_target_layers == config.num_hidden_layers > max(drafted.target_layer_ids)
+
+
+def test_the_card_says_how_it_was_made() -> None:
+    """If this broke, nobody could make this drafter again."""
+    card = (smollm2_drafter() / "README.md").read_text()
+    for text in ("python -m sglang_dflash train", "gsm8k_train.jsonl", "Apache-2.0", "H200"):
+        assert text in card, text
+    assert not re.search(r"[ =]/\w", card), "a path of the machine that made it"
+
+
+def test_the_demonstration_chats_and_measures(
+    target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this broke, the first thing that a newcomer runs would mislead."""
+    monkeypatch.setattr("sys.argv", ["demo.py"])
+    monkeypatch.setattr(demo, "MAX_TOKENS", MAX_TOKENS)
+    monkeypatch.setattr(demo, "ROUNDS", 1)
+    monkeypatch.setattr(demo, "QUESTIONS", demo.QUESTIONS[:2])
+    asked: list[Server] = []
+    measure = demo.measure
+
+    def keep(plain: Server, dflash: Server, questions: tuple[str, ...]) -> dict:
+        asked.extend([plain, dflash])
+        texts = [
+            server.client.chat.completions.create(
+                model="default",
+                messages=[{"role": "user", "content": questions[0]}],
+                temperature=0,
+                max_tokens=MAX_TOKENS,
+            )
+            .choices[0]
+            .message.content
+            for server in asked
+        ]
+        assert texts[0] == texts[1] != ""
+        return measure(plain, dflash, questions)
+
+    monkeypatch.setattr(demo, "measure", keep)
+    demo.main()
+    text = capsys.readouterr().out
+    assert asked and "⟦" in text
+    found = re.search(r"accept length ([\d.]+): (\d+) tokens in (\d+) verify steps", text)
+    assert found is not None and float(found[1]) > 1.5, json.dumps(text[-2000:])
+    assert "plain decoding on this machine, in this run" in text
