@@ -42,6 +42,8 @@ QUESTIONS = (
 ROUNDS = 3
 PATIENCE_S = 60  # after which no further round begins
 MAX_TOKENS = 300
+# a CPU computes a block's rows one after another, and few drafts behind the fifth are accepted
+CPU_BLOCK = 6
 BAR_WIDTH = 40
 
 
@@ -49,6 +51,7 @@ BAR_WIDTH = 40
 class Pair:
     target: str
     drafter: str
+    cpu_block: int | None = None  # tokens in a block on a CPU; the drafter's own unless given
 
     @property
     def is_tiny(self) -> bool:
@@ -65,6 +68,8 @@ class Pair:
         args = ["--model-path", self.target]
         if not plain:
             args += ["--speculative-draft-model-path", self.drafter]
+            if self.cpu_block is not None:
+                args += ["--speculative-num-draft-tokens", str(self.cpu_block)]
         threads = 1 if self.is_tiny else os.cpu_count()
         return Server(*args, plain=plain, env={"OMP_NUM_THREADS": str(threads)})
 
@@ -117,7 +122,7 @@ def choose_pair(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     if all(given):
         return Pair(*given)
     try:
-        return Pair(str(smollm2_target()), str(smollm2_drafter()))
+        return Pair(str(smollm2_target()), str(smollm2_drafter()), CPU_BLOCK)
     except RuntimeError as error:
         sys.exit(f"demo: {error} `python launch/demo.py --tiny` needs no download.")
 

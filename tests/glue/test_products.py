@@ -14,8 +14,8 @@ ROWS = 16
 
 @pytest.fixture(autouse=True)
 def blocks_of_sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.backends.mkl.is_available():
-        pytest.skip("this torch has no MKL")
+    if not (torch.backends.mkl.is_available() or torch.backends.mkldnn.is_available()):
+        pytest.skip("this torch has neither MKL nor oneDNN")
     monkeypatch.setattr(products, "block_rows", lambda: ROWS)
 
 

@@ -1,8 +1,9 @@
 """Matrix products of one block's rows on a CPU, with weights laid out for them once.
 
 A product of 16 rows reads its weight like one of a single row, but the library rearranges the
-weight first, every time, and that takes longer than the product. MKL keeps a rearranged copy: a
-second copy of every large weight in memory, for about half the time of a verify pass.
+weight first, every time, and that takes about as long as the product. MKL, or oneDNN where a torch
+has no MKL (on Arm), keeps a rearranged copy: a second copy of every large weight in memory, for
+about half the time of a verify pass.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from sglang_dflash.glue import compat
 
 # elements; a smaller weight is not worth a copy
 MIN_WEIGHT = 1 << 16
+HAS_MKL = torch.backends.mkl.is_available()
 
 
 def install() -> None:
@@ -37,15 +39,24 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | 
         return None
     packed = getattr(weight, "packed_for_blocks", None)
     if packed is None:
-        packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.detach(), rows)
+        packed = _reorder(weight.detach(), rows)
         weight.packed_for_blocks = packed  # type: ignore[attr-defined]
-    return torch.ops.mkl._mkl_linear(x.contiguous(), packed, weight, bias, rows)
+    x = x.contiguous()
+    if HAS_MKL:
+        return torch.ops.mkl._mkl_linear(x, packed, weight, bias, rows)
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def _reorder(weight: Tensor, rows: int | None) -> Tensor:
+    if HAS_MKL:
+        return torch.ops.mkl._mkl_reorder_linear_weight(weight, rows)
+    return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
 
 
 @functools.cache
 def block_rows() -> int | None:
-    """Return the rows of a block; None for a server without blocks, and without MKL."""
-    if not torch.backends.mkl.is_available():
+    """Return the rows of a block; None for a server without blocks, or a torch without both."""
+    if not (HAS_MKL or torch.backends.mkldnn.is_available()):
         return None
     args = compat.get_server_args()
     return args.speculative_num_draft_tokens if args.speculative_algorithm == "DFLASH" else None
