@@ -113,8 +113,10 @@ def _training(run: dict[str, Any], scores: dict[str, Any]) -> str:
     all_commands = [*run["answers"]["commands"], *run["commands"]]
     commands = "\n".join(f"    {command}" for command in all_commands)
     used = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    share = scores.get("share", 1.0)
+    cut = f" (stopped after {share:.0%} of the schedule)" if share < 1 else ""
     return (
-        f"{scores.get('step', 0)} steps in {scores.get('seconds', 0) / 60:.1f} minutes on "
+        f"{scores.get('step', 0)} steps in {scores.get('seconds', 0) / 60:.1f} minutes{cut} on "
         f"{run['device']}, seed {run['settings']['seed']}. {used}.\n\n{commands}"
     )
 

@@ -203,7 +203,12 @@ class _Watch:
         torch.save(state, partial)
         partial.replace(self.out / "checkpoint.pt")
         training.module.save_pretrained(self.out / "drafter")
-        scores = {"step": training.step, "seconds": training.seconds, "estimate": self.estimate}
+        scores = {
+            "step": training.step,
+            "seconds": training.seconds,
+            "share": training.share,
+            "estimate": self.estimate,
+        }
         (self.out / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
         self.saved = time.monotonic()
 

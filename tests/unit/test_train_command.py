@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -148,6 +149,20 @@ def test_the_drafter_can_be_measured_again(out: Path, tmp_path: Path):
     assert train(*SMALL, "--out", copy, "--evaluate-only") == 0
     after = json.loads((copy / "scores.json").read_text())
     assert after["loops"] == before["loops"]
+
+
+def test_the_card_of_a_run_that_was_killed_says_so(out: Path, tmp_path: Path):
+    """If this broke, a drafter would be given credit for steps that it did not have."""
+    copy = tmp_path / "out"
+    shutil.copytree(out, copy)
+    scores = json.loads((copy / "scores.json").read_text())
+    assert scores["share"] == 1 and "of the schedule" not in (out / "drafter/README.md").read_text()
+    (copy / "scores.json").write_text(json.dumps(scores | {"step": 3, "share": 0.6}))
+    assert train(*SMALL, "--out", copy, "--evaluate-only") == 0
+    card = (copy / "drafter" / "README.md").read_text()
+    assert "(stopped after 60% of the schedule)" in card
+    steps = re.findall(r"^\| [\d.]+ \| (\d+) \| [\d.]+ \| [\d.]+ \|$", card, re.MULTILINE)
+    assert steps[-1] == "3"
 
 
 def test_a_resumed_run_ends_with_the_same_weights(out: Path, tmp_path: Path):
