@@ -42,7 +42,7 @@ QUESTIONS = (
 ROUNDS = 3
 PATIENCE_S = 60  # after which no further round begins
 MAX_TOKENS = 300
-# a CPU computes a block's rows one after another, and few drafts behind the fifth are accepted
+# a CPU computes a block's rows one after another: more of them cost more than they bring
 CPU_BLOCK = 6
 BAR_WIDTH = 40
 

@@ -55,7 +55,7 @@ def _reorder(weight: Tensor, rows: int | None) -> Tensor:
 
 @functools.cache
 def block_rows() -> int | None:
-    """Return the rows of a block; None for a server without blocks, or a torch without both."""
+    """Return the rows of a block; None without blocks, or with neither library."""
     if not (HAS_MKL or torch.backends.mkldnn.is_available()):
         return None
     args = compat.get_server_args()
