@@ -1,4 +1,4 @@
-"""`python -m sglang_dflash doctor | report | train`: an installation, a server, a drafter."""
+"""`python -m sglang_dflash doctor | serve | report | train`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
 
     doctor = commands.add_parser("doctor", help="is everything in place, does a pair fit?")
-    doctor.add_argument("--model-path", help="target: a folder or a name")
-    doctor.add_argument("--speculative-draft-model-path", help="drafter: a folder or a name")
-    doctor.add_argument("--mem-fraction-static", type=float, default=0.85)
-    doctor.add_argument("--swa-full-tokens-ratio", type=float, default=0.8)
+    add_pair_options(doctor)
     doctor.add_argument("--gpu-memory-gb", type=float, help="plan for this card, not the one here")
-    doctor.add_argument("--trust-remote-code", action="store_true")
     doctor.add_argument("--json", action="store_true", help="print JSON")
+
+    commands.add_parser(
+        "serve",
+        add_help=False,
+        help="SGLang's server with any of its arguments, once the doctor finds nothing bad",
+    )
 
     report = commands.add_parser("report", help="live acceptance of a running server")
     report.add_argument("--url", default="http://127.0.0.1:30000")
@@ -30,6 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     train = commands.add_parser("train", help="make a drafter for a target")
     add_train_options(train)
 
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["serve"]:
+        from sglang_dflash.glue.serve import run_serve
+
+        return run_serve(arguments[1:])
     options = parser.parse_args(arguments)
     if options.command == "doctor":
         from sglang_dflash.glue.doctor import run_doctor
@@ -40,11 +47,22 @@ def main(arguments: list[str] | None = None) -> int:
         from sglang_dflash.glue.offline import offline_engine
         from sglang_dflash.train.run import run_train
 
-        options.command_line = sys.argv[1:] if arguments is None else arguments
+        options.command_line = arguments
         return run_train(options, engine=offline_engine if compat.installed_release() else None)
     from sglang_dflash.report import run_report
 
     return run_report(options)
+
+
+def add_pair_options(parser: argparse.ArgumentParser) -> None:
+    """Add those of SGLang's options by which a pair and its memory are judged."""
+    parser.add_argument("--model-path", "--model", help="target: a folder or a name")
+    parser.add_argument("--speculative-draft-model-path", help="drafter: a folder or a name")
+    parser.add_argument("--mem-fraction-static", type=float, default=0.85)
+    parser.add_argument("--swa-full-tokens-ratio", type=float, default=0.8)
+    parser.add_argument("--tp-size", "--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--quantization", help="of the target, as it is loaded")
+    parser.add_argument("--trust-remote-code", action="store_true")
 
 
 if __name__ == "__main__":

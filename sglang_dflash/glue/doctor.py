@@ -145,8 +145,11 @@ def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, 
         f"{target.architecture}, {target.num_layers} layers; a drafter of {drafter.num_layers}, "
         f"block {drafter.block_size}, features from {list(drafter.target_layer_ids)}",
     )
+    quantised = options.quantization is not None
     sizes = {
-        "target weights": file_bytes(target_path)
+        "target weights": None
+        if quantised
+        else file_bytes(target_path)
         or described_bytes(target_path, trust_remote_code=options.trust_remote_code),
         "draft weights": file_bytes(draft_path) or described_draft_bytes(draft_config),
     }
@@ -227,7 +230,7 @@ def plan_memory(
     kv = kv_bytes_per_token(target_config.get_text_config())
     draft_kv = drafter.num_layers * 2 * drafter.num_kv_heads * drafter.head_dim * BYTES
     memory: dict[str, Any] = {
-        name: "unknown: quantised, and not here" if size is None else f"{size / GIB:.2f} GiB"
+        name: "unknown: quantised" if size is None else f"{size / GIB:.2f} GiB"
         for name, size in sizes.items()
     }
     for kind, size in sorted(kv.items()):
@@ -239,18 +242,21 @@ def plan_memory(
     if total is None or None in sizes.values():
         text = "not judged: needs the size of the weights, and a GPU or --gpu-memory-gb"
         return memory, Finding("memory", "note", text)
+    # each of several cards holds a part of every layer
+    cards = options.tp_size
     weights = sum(size for size in sizes.values() if size is not None)
-    left = total * GIB * options.mem_fraction_static - weights
+    left = cards * total * GIB * options.mem_fraction_static - weights
     # SGLang gives sliding layers a pool of their own, this much of the full layers' in tokens
     sliding = options.swa_full_tokens_ratio * kv.get("sliding_attention", 0)
     tokens = int(left // (kv.get("full_attention", 0) + sliding + draft_kv))
-    memory["for KV"] = f"{max(left, 0) / GIB:.2f} GiB of {total:.0f} GiB"
+    room = f"{total:.0f} GiB" if cards == 1 else f"{cards} times {total:.0f} GiB"
+    memory["for KV"] = f"{max(left, 0) / GIB:.2f} GiB of {room}"
     memory["tokens that fit"] = max(tokens, 0)
     if tokens < 1024:
         advice = (
             f"{weights / GIB:.1f} GiB of weights leave no room in {options.mem_fraction_static:g} "
-            f"of {total:.0f} GiB. Use a larger card, a quantised target, or a higher "
-            "--mem-fraction-static."
+            f"of {room}. Use a larger card or more of them (--tp-size), a quantised target, or a "
+            "higher --mem-fraction-static."
         )
         return memory, Finding("memory", "bad", f"{max(tokens, 0)} tokens of KV fit", advice)
     return memory, Finding("memory", "ok", f"{tokens} tokens of KV fit")

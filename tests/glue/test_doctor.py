@@ -65,3 +65,8 @@ def test_weights_that_are_not_here_are_counted_from_the_config(
     assert memory["tokens that fit"] == pytest.approx(expected, rel=0.001)
     assert main(["doctor", *pair, "--gpu-memory-gb", "16"]) == 1
     assert "GiB of weights leave no room in 0.85 of 16 GiB" in capsys.readouterr().out
+    assert main(["doctor", *pair, "--gpu-memory-gb", "16", "--tp-size", "2"]) == 0
+    assert "GiB of 2 times 16 GiB" in capsys.readouterr().out
+    # how small it will be is not known before it is loaded
+    assert main(["doctor", *pair, "--gpu-memory-gb", "16", "--quantization", "fp8"]) == 0
+    assert "not judged" in capsys.readouterr().out

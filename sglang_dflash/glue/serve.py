@@ -1,0 +1,35 @@
+"""SGLang's server behind the doctor's look at the pair: what `python -m sglang_dflash serve` does.
+
+Both happen in one process, because importing SGLang takes longer than everything else the doctor
+does. A pair that would not start ends with the reason, before weights are downloaded or loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+
+from sglang_dflash.__main__ import add_pair_options
+from sglang_dflash.glue.doctor import look_at_installation, look_at_pair
+
+LAUNCHER = "sglang.launch_server"
+
+
+def run_serve(arguments: list[str]) -> int:
+    """Serve until stopped, with SGLang's own arguments; return 1 if the doctor finds a reason not
+    to begin."""
+    parser = argparse.ArgumentParser(prog="python -m sglang_dflash serve", add_help=False)
+    add_pair_options(parser)
+    options, _ = parser.parse_known_args(arguments)
+    options.gpu_memory_gb = None
+    findings, _ = look_at_pair(options)
+    bad = [f for f in look_at_installation() + findings if f.state == "bad"]
+    for finding in bad:
+        print(f"{finding.name}: {finding.found}. {finding.advice}", file=sys.stderr)
+    if bad:
+        return 1
+    sys.argv = [LAUNCHER, *arguments]
+    # processes that SGLang spawns import __main__ again, which must be the stock one
+    runpy.run_module(LAUNCHER, run_name="__main__", alter_sys=True)
+    return 0
