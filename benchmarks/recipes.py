@@ -47,7 +47,7 @@ VARIANTS = {
 }
 # all of 4, 6 and 8 divide what lies between the first token and either end
 LENGTHS = (73, 313)
-FIRST_GUESS_S = 150.0
+FIRST_GUESS_S = 100.0
 
 
 class Cell(NamedTuple):
