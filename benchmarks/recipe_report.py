@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from systems import SYSTEMS
+
 MEMORY = {
     "target_weights": "target",
     "draft_weights": "drafter",
@@ -83,7 +85,8 @@ def report(cells: list[Cell], *, shown_lengths: list[int]) -> str:
     heads += [f"ours / in-tree at {n}" for n in requests]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for (recipe, variant), systems in rows.items():
-        for system, found in systems.items():
+        for system in sorted(systems, key=SYSTEMS.index):
+            found = systems[system]
             first = max(found, key=lambda cell: cell["length"])
             row = [recipe, variant, system, f"{first['start_s']:.0f}"]
             row += ["yes" if first["openai"]["completion_tokens"] else "no"]
@@ -123,14 +126,18 @@ def checks(rows: dict[tuple[str, str], dict[str, list[Cell]]], requests: list[in
     return "\n".join(f"- {line}" for line in lines)
 
 
+def reason_of(error: str) -> str:
+    """Return the last line of an error and its server's log that says something."""
+    said = [line.strip() for line in error.splitlines() if "Error" in line]
+    return (said[-1] if said else error.strip().splitlines()[-1])[:300]
+
+
 def failures(cells: list[Cell]) -> str:
-    """Return each failure with the last line of its log that says something."""
+    """Return each server that failed, with the reason."""
     lines = []
     for cell in cells:
         if "error" in cell:
-            said = [line.strip() for line in cell["error"].splitlines() if "Error" in line]
-            reason = said[-1] if said else cell["error"].strip().splitlines()[-1]
             name = ", ".join([cell["recipe"], cell["variant"], cell["system"]])
             name += f" at accept length {cell['length']}" if cell["length"] else ""
-            lines.append(f"- {name}: did not run: {reason[:300]}")
+            lines.append(f"- {name}: did not run: {cell['error']}")
     return "\n".join(lines)

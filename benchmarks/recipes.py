@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import openai
 import requests
 import systems
-from recipe_report import report
+from recipe_report import reason_of, report
 from systems import ROOT, SYSTEMS
 
 from server import NO_ANSWER, START_TIMEOUT_S, ServerProcess
@@ -185,7 +185,15 @@ class Results:
             systems.write(found, self._options.out, self.text())
 
     def text(self) -> str:
-        return report(list(self.cells.values()), shown_lengths=self._options.show_lengths)
+        earlier = [
+            f"- `{c['command']}`, commit {c['commit']}" for c in self._about["earlier_calls"]
+        ]
+        table = report(list(self.cells.values()), shown_lengths=self._options.show_lengths)
+        return (
+            "\n".join([table, "\nEarlier calls that added to this table:", *earlier])
+            if earlier
+            else table
+        )
 
 
 def run(options: argparse.Namespace) -> tuple[Results, list[Cell]]:
@@ -205,7 +213,8 @@ def run(options: argparse.Namespace) -> tuple[Results, list[Cell]]:
         except RuntimeError as error:
             if NO_ANSWER in str(error) and timeout_s < START_TIMEOUT_S:
                 break
-            found = {"error": str(error)[-3000:]}
+            print(error, flush=True)
+            found = {"error": reason_of(str(error))}
         longest = max(longest, time.monotonic() - start)
         results.add(cell, found)
         missing.pop(0)
