@@ -15,7 +15,7 @@ from card import Card, replay_us
 from torch import Tensor
 from torch.nn import functional as F
 
-from sglang_dflash.kernels import TORCH, Ops
+from sglang_dflash.kernels import TORCH, Noise, Ops
 from sglang_dflash.kernels.prefix_index import index_prefixes
 
 CALLS = 24
@@ -122,6 +122,7 @@ def cases(requests: int, ops: Ops, sizes: Sizes, dtype: torch.dtype, device: str
     yield maker.norm_and_turn(ops, theirs)
     yield from maker.products(ops, theirs)
     yield maker.argmax_rows(ops)
+    yield maker.argmax_rows(ops, maker.noise())
     yield maker.sample_rows(ops, theirs)
     yield maker.accept(ops, theirs)
     yield maker.context_hidden(ops, theirs)
@@ -183,6 +184,10 @@ class Maker:
 
     def whole(self, high: int, *shape: int) -> Tensor:
         return torch.randint(0, high, shape, device=self.device)
+
+    def noise(self) -> Noise:
+        keys = self.whole(2**62, self.requests, self.sizes.block_size)
+        return Noise(keys, torch.full((self.requests,), 0.9, device=self.device))
 
     def cos_sin(self, dim: int) -> Tensor:
         return torch.rand(self.sizes.context, dim, device=self.device)
@@ -336,15 +341,15 @@ class Maker:
                     theirs and (lambda turn, x=x, w=weights: F.linear(x, w[turn % len(w)])),
                 )
 
-    def argmax_rows(self, ops: Ops) -> Case:
-        """SGLang widens to fp32, caps and takes torch's argmax: what the twin does."""
+    def argmax_rows(self, ops: Ops, noise: Noise | None = None) -> Case:
+        """SGLang widens to fp32, caps and takes torch's argmax: the twin, without noise."""
         logits = self.normal(self.rows, self.sizes.vocabulary)
         cap = self.sizes.logit_cap
         return Case(
-            "argmax of capped logits",
+            "argmax of capped logits" + (" and noise" if noise else ""),
             logits.nbytes,
-            lambda turn: ops.argmax_rows(logits, cap),
-            lambda turn: TORCH.argmax_rows(logits, cap),
+            lambda turn: ops.argmax_rows(logits, cap, noise),
+            lambda turn: TORCH.argmax_rows(logits, cap, noise),
             None,
         )
 
@@ -352,7 +357,7 @@ class Maker:
         """SGLang widens to fp32, caps, scales and normalises before it filters and draws."""
         logits = self.normal(self.rows, self.sizes.vocabulary)
         cap = self.sizes.logit_cap
-        uniforms = torch.rand(self.rows, device=self.device)
+        noise = self.noise()
         filters = {
             "temperatures": torch.full((self.requests,), 0.9, device=self.device),
             "top_ks": torch.full((self.requests,), 64, dtype=torch.int32, device=self.device),
@@ -371,8 +376,8 @@ class Maker:
         return Case(
             "draw by top-k and top-p",
             logits.nbytes,
-            lambda turn: ops.sample_rows(logits, uniforms, **filters, logit_cap=cap),
-            lambda turn: TORCH.sample_rows(logits, uniforms, **filters, logit_cap=cap),
+            lambda turn: ops.sample_rows(logits, noise, **filters, logit_cap=cap),
+            lambda turn: TORCH.sample_rows(logits, noise, **filters, logit_cap=cap),
             theirs and sglang,
             calls=2,  # the twin sorts
         )

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.cpu import products
-from sglang_dflash.kernels import Ops
+from sglang_dflash.kernels import MAX_TOP_K, Noise, Ops
 
 
 class DraftHead:
-    """The target's head as a drafter uses it: the likeliest token, no logits kept.
+    """The target's head as a drafter uses it: the likeliest token or a draw, no logits kept.
 
     With tensor parallelism each rank owns a contiguous, ascending part of the vocabulary, so the
     first rank with the highest value holds the token that one big argmax would give.
@@ -29,13 +29,20 @@ class DraftHead:
         self._size = shard.num_org_elements if shard is not None else vocab_size
         self._group = compat.get_tp_group() if shard is not None else None
 
-    def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the likeliest token of each hidden state [n, H], as [n] int64."""
+    @property
+    def whole(self) -> bool:
+        """Tell whether this rank sees the whole vocabulary."""
+        return self._group is None or self._group.world_size == 1
+
+    def choose(self, hidden: Tensor, *, logit_cap: float, noise: Noise | None) -> Tensor:
+        """Return the likeliest token of each hidden state [n, H], as [n] int64; with noise, which
+        takes a whole vocabulary, a draw."""
         weight = self._head.weight
         logits = _multiply(hidden.to(weight.dtype), weight)[:, : self._size]
-        tokens = self._ops.argmax_rows(logits)
-        if self._group is None or self._group.world_size == 1:
+        tokens = self._ops.argmax_rows(logits, logit_cap, noise)
+        if self.whole:
             return tokens
+        assert noise is None and self._group is not None
         values = logits.gather(1, tokens[:, None]).T
         values = self._group.all_gather(values.contiguous(), dim=0)
         tokens = self._group.all_gather((tokens + self._start)[None], dim=0)
@@ -57,9 +64,7 @@ class VerifyHead:
 
     def __init__(self, target_model: Any, ops: Ops, *, device_type: str) -> None:
         self._ops = ops
-        self._cap = 0.0
-        # whether rows can be drawn from as the head wrote them
-        self.raw = False
+        self.cap = 0.0
         processors = [m for m in target_model.modules() if isinstance(m, compat.LogitsProcessor)]
         # SGLang's own path where there is nothing to gain, or more to do than a cap
         if device_type == "cpu" or len(processors) != 1:
@@ -67,30 +72,41 @@ class VerifyHead:
         processor = processors[0]
         if processor.logit_scale is not None or processor.do_tensor_parallel_all_gather_dp_attn:
             return
-        self._cap = float(processor.final_logit_softcapping or 0.0)
-        self.raw = True
+        self.cap = float(processor.final_logit_softcapping or 0.0)
         processor._get_logits = _raw_when_verifying(processor, processor._get_logits)
 
     def greedy(self, logits: Tensor) -> Tensor:
         """Return the token that plain greedy decoding takes after each row, [n] int64."""
-        return self._ops.argmax_rows(logits, self._cap)
+        return self._ops.argmax_rows(logits, self.cap)
 
-    def draw(self, logits: Tensor, info: Any) -> Tensor:
-        """Return a draw from each row by its request's temperature, top_k and top_p, [n] int64."""
-        return self._ops.sample_rows(
+    def draw(self, logits: Tensor, info: Any, noise: Noise, *, few: bool, free: bool) -> Tensor:
+        """Return a draw from each row by its request's temperature, top_k and top_p, [n] int64.
+
+        `few` says that some requests draw from at most MAX_TOP_K tokens, `free` that some draw from
+        all. Those with neither filter nor noise may be with either.
+        """
+        drawn = self._ops.argmax_rows(logits, self.cap, noise) if free or not few else None
+        if not few:
+            assert drawn is not None
+            return drawn
+        filtered = self._ops.sample_rows(
             logits,
-            torch.rand(logits.shape[0], device=logits.device),
+            noise,
             temperatures=info.temperatures.flatten(),
-            top_ks=info.top_ks,
+            top_ks=info.top_ks.clamp(max=MAX_TOP_K),
             top_ps=info.top_ps,
-            logit_cap=self._cap,
+            logit_cap=self.cap,
         )
+        if drawn is None:
+            return filtered
+        rows = logits.shape[0] // info.top_ks.shape[0]
+        return torch.where((info.top_ks > MAX_TOP_K).repeat_interleave(rows), drawn, filtered)
 
     def plain(self, logits: Tensor) -> Tensor:
         """Return the logits as plain decoding hands them to its sampler; may overwrite them."""
         logits = logits.float()
-        if self._cap:
-            compat.fused_softcap(logits, self._cap)
+        if self.cap:
+            compat.fused_softcap(logits, self.cap)
         return logits
 
 

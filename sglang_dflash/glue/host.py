@@ -12,9 +12,10 @@ from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.head import DraftHead, VerifyHead
 from sglang_dflash.glue.metrics import StageClock
+from sglang_dflash.glue.noise import StepNoise
 from sglang_dflash.glue.penalties import PenaltyTable
 from sglang_dflash.glue.sampling import RowSampler
-from sglang_dflash.kernels import Ops
+from sglang_dflash.kernels import Noise, Ops
 from sglang_dflash.types import DraftBlock, DraftContext, TargetOutput
 
 
@@ -49,6 +50,7 @@ class Engine:
             self.verify_head,
             PenaltyTable(self.target_runner.model_config.vocab_size, draft_runner.device),
         )
+        self.noise: StepNoise  # as soon as the number of requests is known
         self.graph_projected: Tensor | None = None
         self.graph_choices: Tensor | None = None
         self.block_input = compat.DFlashVerifyInput(
@@ -81,24 +83,32 @@ class Engine:
         self.target_runner.capture_tail_hooks.append(finish)
 
     def draft_head_in_graph(self, max_requests: int) -> None:
-        """Have captured draft graphs end in the head and its argmax, written to `graph_drafts`."""
+        """Have captured draft graphs end in the head and its choice, written to `graph_drafts`."""
         width = self.config.block_size - 1
         device = self.draft_runner.device
         self.graph_drafts = torch.zeros(max_requests, width, dtype=torch.int64, device=device)
 
         def head(_runner: Any, output: Any, _forward_batch: Any, _num_tokens: int) -> None:
-            drafts = self.draft_head(output.hidden_states)
+            size = output.hidden_states.shape[0] // self.config.block_size
+            drafts = self.draft_head(output.hidden_states, self.noise.room(size))
             self.graph_drafts[: drafts.shape[0]] = drafts
 
         self.draft_runner.capture_tail_hooks.append(head)
 
-    def draft_head(self, hidden: Tensor) -> Tensor:
-        """Return the likeliest token for every draft of blocks of hidden states, [b, B - 1]."""
+    def draft_head(self, hidden: Tensor, noise: Noise | None) -> Tensor:
+        """Return a token for every draft of blocks of hidden states, [b, B - 1]."""
+        cap = self.verify_head.cap
+        if not self.head.whole:
+            noise = None
         if hidden.device.type == "cpu":
             # whole blocks multiply faster there, though the first row is not needed
-            return self.head.argmax(hidden).view(-1, self.config.block_size)[:, 1:]
+            if noise is not None:
+                noise = Noise(noise.keys.roll(1, dims=1), noise.scales)
+            drafts = self.head.choose(hidden, logit_cap=cap, noise=noise)
+            return drafts.view(-1, self.config.block_size)[:, 1:]
         blocks = hidden.unflatten(0, (-1, self.config.block_size))[:, 1:]
-        return self.head.argmax(blocks.flatten(0, 1)).view(blocks.shape[:2])
+        drafts = self.head.choose(blocks.flatten(0, 1), logit_cap=cap, noise=noise)
+        return drafts.view(blocks.shape[:2])
 
     def _context_hidden(self, features: Tensor) -> Tensor:
         model = self.draft_runner.model
@@ -164,6 +174,7 @@ class BatchHost:
             self._lens_bound = batch.spec_info.reserved_lens
         else:
             self._lens_bound = batch.seq_lens_cpu + engine.config.block_size
+        self._noise: Noise | None = None
         self.target_result: Any = None
         self.verify_batch: Any = None
 
@@ -194,10 +205,11 @@ class BatchHost:
             spec_info=engine.block_input,
             capture_hidden_mode=compat.CaptureHiddenMode.NULL,
         )
+        self._noise = engine.noise.draw(self._batch)
         result = engine.draft_runner.forward(forward_batch)
         if result.can_run_graph:
             return engine.graph_drafts[: forward_batch.batch_size]
-        return engine.draft_head(result.logits_output.hidden_states)
+        return engine.draft_head(result.logits_output.hidden_states, self._noise)
 
     def _plan_verify(self, block: DraftBlock) -> None:
         """Lay out the verify pass; its tokens are read from the block when it runs."""
@@ -229,7 +241,13 @@ class BatchHost:
         features, output.hidden_states = output.hidden_states, None
         greedy = engine.graph_choices if self.target_result.can_run_cuda_graph else None
         choices = engine.rows.choose(
-            batch, output, context, block, greedy=greedy, grammar_barrier=self._grammar_barrier
+            batch,
+            output,
+            context,
+            block,
+            noise=self._noise,
+            greedy=greedy,
+            grammar_barrier=self._grammar_barrier,
         )
         return TargetOutput(choices=choices, features=features)
 

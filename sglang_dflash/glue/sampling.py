@@ -1,4 +1,4 @@
-"""The target's own choice for every row of a block, by SGLang's sampler.
+"""The target's own choice for every row of a block, by SGLang's sampler or by our kernels.
 
 Each row is drawn with the filters, the order and, where one is given, the seed that plain decoding
 would use at that position, after what comes before sampling there: penalties, grammar, logit bias,
@@ -17,7 +17,7 @@ from torch import Tensor
 from sglang_dflash.glue import compat, grammar
 from sglang_dflash.glue.head import VerifyHead
 from sglang_dflash.glue.penalties import PenaltyTable, is_penalised
-from sglang_dflash.kernels import MAX_TOP_K
+from sglang_dflash.kernels import MAX_TOP_K, Noise
 from sglang_dflash.types import DraftBlock, DraftContext
 
 PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
@@ -38,23 +38,27 @@ class RowSampler:
         context: DraftContext,
         block: DraftBlock,
         *,
+        noise: Noise | None = None,
         greedy: Tensor | None = None,
         grammar_barrier: Callable[[], None] | None = None,
     ) -> Tensor:
         """Return the target's token after each row, [b, B]; logprobs go to `logits_output`.
 
-        `greedy` begins with the tokens of the highest logits, where these are known already.
+        `noise` is the step's, where our kernels draw, and `greedy` begins with the tokens of the
+        highest logits, where these are known already.
         """
         info = batch.sampling_info
         logits = logits_output.next_token_logits
         shape = block.token_ids.shape
-        if not _is_adjusted(batch):
-            if info.is_all_greedy:
-                if greedy is None:
-                    greedy = self._head.greedy(logits)
-                return greedy[: shape.numel()].view(shape)
-            if self._head.raw and _is_top_k_only(batch):
-                return self._head.draw(logits, info).view(shape)
+        if noise is not None:
+            top_ks = [req.sampling_params.top_k for req in batch.reqs]
+            few = any(1 < top_k <= MAX_TOP_K for top_k in top_ks)
+            free = any(top_k > MAX_TOP_K for top_k in top_ks)
+            return self._head.draw(logits, info, noise, few=few, free=free).view(shape)
+        if info.is_all_greedy and not is_adjusted(batch):
+            if greedy is None:
+                greedy = self._head.greedy(logits)
+            return greedy[: shape.numel()].view(shape)
         logits_output.next_token_logits = logits = self._head.plain(logits)
         by_row = logits.view(*shape, -1)
         rows = _repeat_rows(info, shape[1])
@@ -80,7 +84,7 @@ class RowSampler:
         return choices.view(shape).long()
 
 
-def _is_adjusted(batch: Any) -> bool:
+def is_adjusted(batch: Any) -> bool:
     """Tell whether a greedy batch needs more than the highest logit of each row."""
     info = batch.sampling_info
     return (
@@ -89,17 +93,6 @@ def _is_adjusted(batch: Any) -> bool:
         or batch.has_grammar
         or info.has_custom_logit_processor
         or any(is_penalised(req) for req in batch.reqs)
-    )
-
-
-def _is_top_k_only(batch: Any) -> bool:
-    """Tell whether every request draws from few tokens, by top_k and top_p and without a seed."""
-    info = batch.sampling_info
-    return (
-        info.sampling_seed is None
-        and not info.need_min_p_sampling
-        and not any(info.return_sampling_masks or ())
-        and all(0 < req.sampling_params.top_k <= MAX_TOP_K for req in batch.reqs)
     )
 
 

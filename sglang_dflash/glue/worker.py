@@ -22,6 +22,7 @@ from sglang_dflash.glue.finish import keep_books_in
 from sglang_dflash.glue.host import BatchHost, Engine
 from sglang_dflash.glue.layers import install_fused_layers
 from sglang_dflash.glue.metrics import Bookkeeping
+from sglang_dflash.glue.noise import StepNoise
 from sglang_dflash.glue.server_args import resolve_config
 from sglang_dflash.glue.state import DFlashState
 from sglang_dflash.metrics import AcceptanceAlarm
@@ -108,6 +109,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         # row 0 of the slot table is never a request, so its row count bounds any batch
         self.max_requests = req_to_token_pool.req_to_token.shape[0]
         self.buffers = StepBuffers(self.max_requests, self.config.block_size, self.device)
+        self.engine.noise = StepNoise(self.max_requests, self.config.block_size, self.device)
         # before SGLang captures the target's graphs, which is before ours
         self.engine.finish_in_graph()
 

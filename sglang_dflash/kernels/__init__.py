@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from sglang_dflash.kernels import reference
+from sglang_dflash.kernels.reference import Noise
 
 # the most that `sample_rows` takes
 MAX_TOP_K = 128
@@ -63,14 +64,16 @@ class WriteContext(Protocol):
 
 
 class ArgmaxRows(Protocol):
-    def __call__(self, logits: Tensor, logit_cap: float = 0.0) -> Tensor: ...
+    def __call__(
+        self, logits: Tensor, logit_cap: float = 0.0, noise: Noise | None = None
+    ) -> Tensor: ...
 
 
 class SampleRows(Protocol):
     def __call__(
         self,
         logits: Tensor,
-        uniforms: Tensor,
+        noise: Noise,
         *,
         temperatures: Tensor,
         top_ks: Tensor,

@@ -1,10 +1,11 @@
-"""The likeliest token of each row of logits, read once in the type the head wrote.
+"""The likeliest token of each row of logits or a draw, read once in the type the head wrote.
 
 What is fused. The logit cap is applied on the fly, in fp32, so that no fp32 copy of the logits is
-written; of equal values the first wins, as in torch. A row is cut into parts, whose winners a
-second kernel compares.
+written, and so is noise, which makes the likeliest token a draw; of equal values the first wins, as
+in torch. A row is cut into parts, whose winners a second kernel compares.
 
-Layout contract: logits [n, V], adjacent columns. NaN never wins; a row of nothing else gives 0.
+Layout contract: logits [n, V], adjacent columns; as many rows for each of the requests that noise
+is given for. NaN never wins; a row of nothing else gives 0.
 """
 
 # mypy: allow-untyped-defs
@@ -15,6 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sglang_dflash.kernels.noise import gumbel
+from sglang_dflash.kernels.reference import Noise
+
 BLOCK = 4096
 # programs to aim for: about eight per multiprocessor of an H200
 PROGRAMS = 1056
@@ -23,12 +27,16 @@ PROGRAMS = 1056
 # fmt: off
 @triton.jit
 def _argmax_parts(
-    logits, values, indices, row_stride, width, part_width,
-    LOGIT_CAP: tl.constexpr, BLOCK: tl.constexpr,
+    logits, keys, scales, values, indices, row_stride, key_stride, per_request, width, part_width,
+    LOGIT_CAP: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
+    if NOISE:
+        request = row // per_request
+        scale = tl.load(scales + request)
+        key = tl.load(keys + request * key_stride + row % per_request)
     begin = part * part_width
     end = tl.minimum(begin + part_width, width)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -41,6 +49,9 @@ def _argmax_parts(
             # tanh by the sigmoid, which saturates without overflow
             x = (2.0 * tl.sigmoid(2.0 * (x / LOGIT_CAP)) - 1.0) * LOGIT_CAP
             x = tl.where(column < end, x, float("-inf"))
+        if NOISE:  # noqa: SIM102  (what follows is known when the kernel runs, this when it compiles)
+            if scale > 0:
+                x += scale * gumbel(key, column)
         better = x > best
         best = tl.where(better, x, best)
         at = tl.where(better, column, at)
@@ -64,7 +75,7 @@ def _argmax_merge(values, indices, out, parts, BLOCK: tl.constexpr):
     tl.store(out + row, winner.to(tl.int64))
 
 
-def argmax_rows(logits: Tensor, logit_cap: float = 0.0) -> Tensor:
+def argmax_rows(logits: Tensor, logit_cap: float = 0.0, noise: Noise | None = None) -> Tensor:
     """Do what `reference.argmax_rows` does."""
     rows, width = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -74,9 +85,14 @@ def argmax_rows(logits: Tensor, logit_cap: float = 0.0) -> Tensor:
     parts = triton.cdiv(width, part_width)
     values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     indices = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    # without noise these are not read
+    keys, scales = noise or (indices, values)
+    per_request = rows // scales.shape[0]
     _argmax_parts[(rows, parts)](
-        *(logits, values, indices, logits.stride(0), width, part_width),
+        *(logits, keys, scales, values, indices),
+        *(logits.stride(0), keys.stride(0), per_request, width, part_width),
         LOGIT_CAP=logit_cap,
+        NOISE=noise is not None,
         BLOCK=BLOCK,
         num_warps=8,
     )

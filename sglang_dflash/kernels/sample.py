@@ -5,7 +5,7 @@ each and then filters them in several more. Here one pass takes the cap, the tem
 on the fly, and the highest number in each of BLOCK lanes. The k-th highest of these is reached by k
 numbers at least, and by few more, for the likeliest tokens seldom share a lane; a second pass
 gathers what reaches it. Should that be too many, the k-th number of the whole row is searched for
-bit by bit, a pass each. A second kernel applies both filters to the few, and draws.
+bit by bit, a pass each. A second kernel applies both filters to the few, and draws by noise.
 
 The filters are those of plain decoding: a token is kept while fewer than k tokens are likelier, and
 while those hold less than top_p of the whole. Equal tokens are kept or dropped together; of more
@@ -22,6 +22,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from sglang_dflash.kernels.noise import gumbel
+from sglang_dflash.kernels.reference import Noise
 
 BLOCK = 4096
 STAGES = 4  # blocks asked for ahead
@@ -170,7 +173,7 @@ def _gather(
 # fmt: off
 @triton.jit
 def _draw(
-    values, indices, peaks, sums, top_ks, top_ps, uniforms, out, per_request,
+    values, indices, peaks, sums, top_ks, top_ps, keys, scales, out, key_stride, per_request,
     CANDIDATES: tl.constexpr, PAIRS: tl.constexpr,
 ):
     # fmt: on
@@ -180,7 +183,6 @@ def _draw(
     top_k = tl.load(top_ks + request)
     peak, whole = tl.load(peaks + row), tl.load(sums + row)
     x = tl.load(values + row * CANDIDATES + slot)
-    mass = tl.where(x > float("-inf"), tl.exp(x - peak), 0.0) / whole
     likelier = tl.zeros([CANDIDATES], tl.int32)
     before = tl.zeros([CANDIDATES], tl.float32)
     for start in range(0, CANDIDATES, PAIRS):
@@ -191,22 +193,19 @@ def _draw(
         likelier += tl.sum(more.to(tl.int32), 1)
         before += tl.sum(tl.where(more, weight[None, :], 0.0), 1)
     kept = (x > float("-inf")) & (likelier < top_k) & (before < tl.load(top_ps + request))
-    mass = tl.where(kept, mass, 0.0)
-    reached = tl.cumsum(mass, 0)
-    aim = tl.load(uniforms + row) * tl.sum(mass, 0)
-    # top_k 1 is how SGLang spells greedy: the first of equals
-    aim = tl.where(top_k == 1, -1.0, aim)
-    hit = tl.min(tl.where(kept & (reached > aim), slot, CANDIDATES), 0)
-    # rounding can put the aim past the end
-    last = tl.max(tl.where(kept, slot, 0), 0)
-    hit = tl.minimum(hit, last)
-    index = tl.load(indices + row * CANDIDATES + slot, mask=slot == hit, other=0)
-    tl.store(out + row, tl.sum(tl.where(kept & (slot == hit), index, 0), 0).to(tl.int64))
+    index = tl.load(indices + row * CANDIDATES + slot, mask=kept, other=0)
+    key = tl.load(keys + request * key_stride + row % per_request)
+    if tl.load(scales + request) > 0:
+        x += gumbel(key, index)
+    x = tl.where(kept, x, float("-inf"))
+    # the candidates are in the order of the vocabulary: the first of equals
+    first = tl.min(tl.where(kept & (x == tl.max(x, 0)), slot, CANDIDATES), 0)
+    tl.store(out + row, tl.sum(tl.where(slot == first, index, 0), 0).to(tl.int64))
 
 
 # fmt: off
 def sample_rows(
-    logits: Tensor, uniforms: Tensor, *,
+    logits: Tensor, noise: Noise, *,
     temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, logit_cap: float = 0.0,
 ) -> Tensor:
     # fmt: on
@@ -229,7 +228,8 @@ def sample_rows(
         num_warps=16,
     )
     _draw[(rows,)](
-        *(values, indices, peaks, sums, top_ks, top_ps, uniforms, out, per_request),
+        *(values, indices, peaks, sums, top_ks, top_ps, *noise, out),
+        *(noise.keys.stride(0), per_request),
         CANDIDATES=CANDIDATES,
         PAIRS=PAIRS,
         num_warps=4,

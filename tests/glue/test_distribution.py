@@ -1,7 +1,8 @@
 """Unseeded sampling: what blocks commit is distributed as plain decoding would sample it.
 
 A toy target whose next token depends on the last one alone, so that the exact probability of every
-pair of tokens is known; SGLang's sampler and our walk do the rest, 40,000 chains at once.
+pair of tokens is known; SGLang's sampler or our draws, and our walk do the rest, 40,000 chains at
+once. The drafts are the target's likeliest chain, or one that is drawn with the target's own noise.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from scipy.stats import chisquare
 from sglang_dflash.accept import accept
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.head import VerifyHead
+from sglang_dflash.glue.noise import StepNoise
 from sglang_dflash.glue.penalties import PenaltyTable
 from sglang_dflash.glue.sampling import RowSampler
-from sglang_dflash.kernels import TORCH
+from sglang_dflash.kernels import TORCH, Noise
 from sglang_dflash.types import DraftBlock, DraftContext, TargetOutput
 
 CHAINS, VOCAB, WIDTH = 40_000, 12, 4
@@ -26,10 +28,12 @@ ALL = 1 << 30
 
 CASES = {
     "temperature 1": {"temperature": 1.0},
+    "temperature 0.7": {"temperature": 0.7},
     "temperature 0.7, top_p 0.9": {"temperature": 0.7, "top_p": 0.9},
     "top_k 8, top_p 0.9": {"temperature": 1.0, "top_k": 8, "top_p": 0.9},
     "min_p 0.1": {"temperature": 1.0, "min_p": 0.1},
 }
+DRAWN = ("temperature 1", "temperature 0.7", "top_k 8, top_p 0.9")
 
 
 @pytest.fixture
@@ -78,27 +82,33 @@ def make_batch(options: dict[str, float]) -> Any:
 class Toy:
     """Two decode steps of every chain, through our stages."""
 
-    def __init__(self, sampler: Any, options: dict[str, float], *, raw: bool = False) -> None:
+    def __init__(self, sampler: Any, options: dict[str, float]) -> None:
         torch.manual_seed(0)
         self.logits = torch.randn(VOCAB, VOCAB) * 1.5
         self.batch = make_batch(options)
         # no target whose logits could be left as its head wrote them
         head = VerifyHead(torch.nn.Identity(), TORCH, device_type="cpu")
-        head.raw = raw
         self.rows = RowSampler(sampler, head, PenaltyTable(VOCAB, "cpu"))
+        # SGLang's sampler draws, where there is one
+        self.noise = StepNoise(CHAINS, WIDTH, "cpu") if sampler is None else None
+        # a drafter that knew the target would draw its very tokens
+        self.error = torch.randn(VOCAB) if sampler is None else 0.0
 
     def step(self, anchors: torch.Tensor, *, greedy_after_first: bool) -> Any:
-        """Draft the likeliest chain, verify, walk; return the commit."""
+        """Draft a chain, verify, walk; return the commit."""
+        noise = self.noise.draw(self.batch) if self.noise else None
         columns = [anchors]
-        for _ in range(WIDTH - 1):
-            columns.append(self.logits[columns[-1]].argmax(-1))
+        for i in range(WIDTH - 1):
+            logits = self.logits[columns[-1]]
+            shared = noise and Noise(noise.keys[:, i : i + 1], noise.scales)
+            columns.append(TORCH.argmax_rows(logits + self.error, noise=shared))
         token_ids = torch.stack(columns, dim=1)
         lens = torch.zeros(CHAINS, dtype=torch.int64)
         positions = torch.arange(WIDTH).expand(CHAINS, WIDTH)
         block = DraftBlock(token_ids=token_ids, positions=positions, slots=positions)
         context = DraftContext(anchors=anchors, lens=lens, rows=lens)
         output = compat.LogitsProcessorOutput(next_token_logits=self.logits[token_ids.flatten()])
-        choices = self.rows.choose(self.batch, output, context, block)
+        choices = self.rows.choose(self.batch, output, context, block, noise=noise)
         if greedy_after_first:
             choices[:, 1:] = self.logits[token_ids[:, 1:]].argmax(-1)
         return accept(TORCH, context, block, TargetOutput(choices=choices, features=choices))
@@ -148,11 +158,88 @@ def test_pairs_of_tokens_are_distributed_as_plain_decoding(sampler: Any, name: s
     assert p_value(toy.pairs(), exact_pairs(toy.logits, CASES[name])) > 1e-3
 
 
-def test_so_are_pairs_that_are_drawn_from_what_the_head_wrote() -> None:
-    """Where few tokens are asked for, SGLang's sampler is not: there is none here."""
-    options = CASES["top_k 8, top_p 0.9"]
-    toy = Toy(None, options, raw=True)
-    assert p_value(toy.pairs(), exact_pairs(toy.logits, options)) > 1e-3
+@pytest.mark.parametrize("name", DRAWN)
+def test_so_are_pairs_whose_drafts_share_the_targets_noise(name: str) -> None:
+    """Our kernels' twins draw: there is no sampler of SGLang's here."""
+    toy = Toy(None, CASES[name])
+    assert p_value(toy.pairs(), exact_pairs(toy.logits, CASES[name])) > 1e-3
+
+
+def test_requests_of_every_kind_are_drawn_side_by_side() -> None:
+    """A third each is greedy, draws from eight tokens, and from all."""
+    toy = Toy(None, CASES["temperature 1"])
+    kinds = [{"temperature": 1.0, "top_k": 1}, CASES["top_k 8, top_p 0.9"], CASES["temperature 1"]]
+    infos = [make_batch(options) for options in kinds]
+    info = toy.batch.sampling_info
+    for name in ("temperatures", "top_ps", "top_ks"):
+        parts = [getattr(each.sampling_info, name) for each in infos]
+        setattr(info, name, torch.cat([p[i::3] for i, p in enumerate(parts)]))
+    toy.batch.reqs = [each.reqs[0] for each in infos]
+    assert toy.noise is not None
+    noise = toy.noise.draw(toy.batch)
+    assert noise is not None
+    shape = (CHAINS, WIDTH)
+    block = DraftBlock(*(torch.zeros(shape, dtype=torch.int64) for _ in range(3)))
+    output = compat.LogitsProcessorOutput(
+        next_token_logits=toy.logits[0].expand(CHAINS * WIDTH, -1)
+    )
+    found = toy.rows.choose(toy.batch, output, None, block, noise=noise)
+    sizes = [len(range(i, CHAINS, 3)) for i in range(3)]
+    greedy, few, free = (part.flatten() for part in found.split(sizes))
+    assert (greedy == toy.logits[0].argmax()).all()
+    for drawn, options in ((few, kinds[1]), (free, kinds[2])):
+        expected = exact_pairs(toy.logits, options).view(VOCAB, VOCAB).sum(1)
+        assert p_value(torch.bincount(drawn, minlength=VOCAB), expected) > 1e-3
+
+
+def test_shared_noise_accepts_more_than_other_noise_would() -> None:
+    toy = Toy(None, CASES["temperature 1"])
+    start = torch.zeros(CHAINS, dtype=torch.int64)
+    shared = toy.step(start, greedy_after_first=False).lens.float().mean()
+    choose = toy.rows.choose
+
+    def with_other_noise(*args: Any, noise: Noise, **rest: Any) -> torch.Tensor:
+        return choose(*args, noise=Noise(noise.keys.flip(0), noise.scales), **rest)
+
+    toy.rows.choose = with_other_noise  # type: ignore[method-assign]
+    other = toy.step(start, greedy_after_first=False).lens.float().mean()
+    assert shared > 1.3 * other
+
+
+def test_the_check_sees_noise_that_two_rows_share() -> None:
+    toy = Toy(None, CASES["temperature 1"])
+    assert toy.noise is not None
+    draw = toy.noise.draw
+
+    def draw_one_key(batch: Any) -> Noise | None:
+        noise = draw(batch)
+        assert noise is not None
+        noise.keys[:] = noise.keys[:, :1].clone()
+        return noise
+
+    toy.noise.draw = draw_one_key  # type: ignore[method-assign]
+    assert p_value(toy.pairs(), exact_pairs(toy.logits, CASES["temperature 1"])) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sampling_seed": torch.zeros(CHAINS)},
+        {"need_min_p_sampling": True},
+        {"logit_bias": torch.zeros(1)},
+        {"is_all_greedy": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_our_kernels_cannot_draw_gets_no_noise(change: dict[str, Any]) -> None:
+    toy = Toy(None, CASES["temperature 1"])
+    assert toy.noise is not None and toy.noise.draw(toy.batch) is not None
+    assert toy.noise.room(3).scales.tolist() == [1.0] * 3
+    for name, value in change.items():
+        setattr(toy.batch.sampling_info, name, value)
+    assert toy.noise.draw(toy.batch) is None
+    # what a captured graph goes on reading is without effect
+    assert toy.noise.room(3).scales.tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("name", ["temperature 1"])

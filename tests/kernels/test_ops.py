@@ -6,7 +6,7 @@ import pytest
 import torch
 from interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
-from sglang_dflash.kernels import TORCH, triton_ops
+from sglang_dflash.kernels import TORCH, Noise, triton_ops
 
 if INTERPRETED or torch.cuda.is_available():
     from sglang_dflash.kernels import reference
@@ -117,11 +117,32 @@ def test_argmax_rows(rows: int, width: int, dtype: torch.dtype) -> None:
     assert_same(TRITON.argmax_rows(saturated, 30.0), TORCH.argmax_rows(saturated, 30.0))
 
 
+def make_noise(*scales: float, rows: int = 16) -> Noise:
+    keys = torch.empty(len(scales), rows, dtype=torch.int64, device=DEVICE).random_()
+    return Noise(keys, torch.tensor(scales, device=DEVICE))
+
+
+@runs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 4096), (2, 9001), (5, 6000)])
+def test_argmax_rows_with_noise(rows: int, width: int, dtype: torch.dtype) -> None:
+    """Requests with little, without, and with much noise; fewer rows each than there are keys."""
+    torch.manual_seed(width)
+    logits = (torch.randn(3 * rows, width, device=DEVICE) * 3).to(dtype)
+    noise = make_noise(0.3, 0.0, 1.5)
+    for cap in (0.0, 30.0):
+        found = TRITON.argmax_rows(logits, cap, noise)
+        assert_same(found, TORCH.argmax_rows(logits, cap, noise))
+        plain = TORCH.argmax_rows(logits, cap)
+        assert_same(found[rows : 2 * rows], plain[rows : 2 * rows])
+        assert width < 100 or not torch.equal(found[2 * rows :], plain[2 * rows :])
+
+
 @runs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "width"), [(2, 7), (12, 300), (4, 5001)])
 def test_sample_rows(rows: int, width: int, dtype: torch.dtype) -> None:
-    """Draws equal the twin's, but where a sum's rounding decides between two neighbours."""
+    """The first half of the rows has noise, the second takes the first of the likeliest."""
     torch.manual_seed(width)
     logits = (torch.randn(rows, width, device=DEVICE) * 6).to(dtype)
     # few distinct values: at most rows the k-th has equals
@@ -134,13 +155,9 @@ def test_sample_rows(rows: int, width: int, dtype: torch.dtype) -> None:
     }
     for cap in (0.0, 30.0):
         for _ in range(2):
-            uniforms = torch.rand(rows, device=DEVICE)
-            found = TRITON.sample_rows(logits, uniforms, **filters, logit_cap=cap)
-            nearby = [
-                TORCH.sample_rows(logits, (uniforms + d).clamp(0, 1), **filters, logit_cap=cap)
-                for d in (-1e-5, 0.0, 1e-5)
-            ]
-            assert any(torch.equal(found, each) for each in nearby)
+            noise = make_noise(0.7, 0.0)
+            found = TRITON.sample_rows(logits, noise, **filters, logit_cap=cap)
+            assert_same(found, TORCH.sample_rows(logits, noise, **filters, logit_cap=cap))
 
 
 @runs_kernel
@@ -163,9 +180,10 @@ def test_likely_tokens_that_share_a_lane_are_all_seen(
         "top_ks": torch.tensor([20, 4], device=DEVICE),
         "top_ps": torch.ones(2, device=DEVICE),
     }
-    uniforms = torch.full((2,), 0.6, device=DEVICE)
-    found = TRITON.sample_rows(logits, uniforms, **filters)
-    assert_same(found, TORCH.sample_rows(logits, uniforms, **filters))
+    for _ in range(4):
+        noise = make_noise(3.0, 5.0)
+        found = TRITON.sample_rows(logits, noise, **filters)
+        assert_same(found, TORCH.sample_rows(logits, noise, **filters))
 
 
 @runs_kernel
@@ -173,14 +191,17 @@ def test_sampling_skips_what_is_no_number_and_takes_the_first_of_equals() -> Non
     logits = torch.full((3, 5000), -3.0, device=DEVICE, dtype=torch.bfloat16)
     logits[:, 4000] = logits[:, 17] = 5.0
     logits[:, 3] = float("nan")
-    found = TRITON.sample_rows(
-        logits,
-        torch.tensor([0.999, 0.1, 0.9], device=DEVICE),
-        temperatures=torch.ones(3, device=DEVICE),
-        top_ks=torch.tensor([1, 2, 2], device=DEVICE),
-        top_ps=torch.ones(3, device=DEVICE),
-    )
-    assert found.tolist() == [17, 17, 4000]
+    filters = {
+        "temperatures": torch.ones(3, device=DEVICE),
+        "top_ks": torch.tensor([1, 2, 2], device=DEVICE),
+        "top_ps": torch.ones(3, device=DEVICE),
+    }
+    draws = [
+        TRITON.sample_rows(logits, make_noise(0.0, 0.0, 1.0), **filters).tolist() for _ in range(16)
+    ]
+    first, second, drawn = (set(each) for each in zip(*draws, strict=True))
+    assert first == second == {17}
+    assert drawn == {17, 4000}
 
 
 @runs_kernel
@@ -189,7 +210,7 @@ def test_a_draw_from_a_slice_reads_its_own_rows() -> None:
     logits[:, 250:] = 100.0
     found = TRITON.sample_rows(
         logits[:, :250],
-        torch.rand(4, device=DEVICE),
+        make_noise(1.0, 1.0, 1.0, 1.0),
         temperatures=torch.ones(4, device=DEVICE),
         top_ks=torch.full((4,), 8, device=DEVICE),
         top_ps=torch.ones(4, device=DEVICE),
