@@ -29,24 +29,20 @@ class DraftHead:
         self._size = shard.num_org_elements if shard is not None else vocab_size
         self._group = compat.get_tp_group() if shard is not None else None
 
-    @property
-    def whole(self) -> bool:
-        """Tell whether this rank sees the whole vocabulary."""
-        return self._group is None or self._group.world_size == 1
-
     def choose(self, hidden: Tensor, *, logit_cap: float, noise: Noise | None) -> Tensor:
-        """Return the likeliest token of each hidden state [n, H], as [n] int64; with noise, which
-        takes a whole vocabulary, a draw."""
+        """Return the likeliest token of each hidden state [n, H], and with noise a drawn one;
+        [1 or 2, n] int64. A rank that sees a part of the vocabulary draws none."""
         weight = self._head.weight
         logits = _multiply(hidden.to(weight.dtype), weight)[:, : self._size]
-        tokens = self._ops.argmax_rows(logits, logit_cap, noise)
-        if self.whole:
-            return tokens
-        assert noise is None and self._group is not None
-        values = logits.gather(1, tokens[:, None]).T
+        likeliest = self._ops.argmax_rows(logits)
+        if self._group is None or self._group.world_size == 1:
+            if noise is None:
+                return likeliest[None]
+            return torch.stack([likeliest, self._ops.argmax_rows(logits, logit_cap, noise)])
+        values = logits.gather(1, likeliest[:, None]).T
         values = self._group.all_gather(values.contiguous(), dim=0)
-        tokens = self._group.all_gather((tokens + self._start)[None], dim=0)
-        return tokens.gather(0, values.argmax(dim=0, keepdim=True)).squeeze(0)
+        tokens = self._group.all_gather((likeliest + self._start)[None], dim=0)
+        return tokens.gather(0, values.argmax(dim=0, keepdim=True))
 
 
 def _multiply(x: Tensor, weight: Tensor) -> Tensor:

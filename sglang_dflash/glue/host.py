@@ -16,7 +16,7 @@ from sglang_dflash.glue.noise import StepNoise
 from sglang_dflash.glue.penalties import PenaltyTable
 from sglang_dflash.glue.sampling import RowSampler
 from sglang_dflash.kernels import Noise, Ops
-from sglang_dflash.types import DraftBlock, DraftContext, TargetOutput
+from sglang_dflash.types import Commit, DraftBlock, DraftContext, TargetOutput
 
 
 class Engine:
@@ -83,32 +83,30 @@ class Engine:
         self.target_runner.capture_tail_hooks.append(finish)
 
     def draft_head_in_graph(self, max_requests: int) -> None:
-        """Have captured draft graphs end in the head and its choice, written to `graph_drafts`."""
-        width = self.config.block_size - 1
-        device = self.draft_runner.device
-        self.graph_drafts = torch.zeros(max_requests, width, dtype=torch.int64, device=device)
+        """Have captured draft graphs end in the head and its choices, written to `graph_drafts`."""
+        shape = (2, max_requests, self.config.block_size - 1)
+        self.graph_drafts = torch.zeros(shape, dtype=torch.int64, device=self.draft_runner.device)
 
         def head(_runner: Any, output: Any, _forward_batch: Any, _num_tokens: int) -> None:
             size = output.hidden_states.shape[0] // self.config.block_size
             drafts = self.draft_head(output.hidden_states, self.noise.room(size))
-            self.graph_drafts[: drafts.shape[0]] = drafts
+            self.graph_drafts[:, :size] = drafts
 
         self.draft_runner.capture_tail_hooks.append(head)
 
     def draft_head(self, hidden: Tensor, noise: Noise | None) -> Tensor:
-        """Return a token for every draft of blocks of hidden states, [b, B - 1]."""
+        """Return the likeliest token for every draft of blocks of hidden states and, with noise,
+        a drawn one, [1 or 2, b, B - 1]."""
         cap = self.verify_head.cap
-        if not self.head.whole:
-            noise = None
         if hidden.device.type == "cpu":
             # whole blocks multiply faster there, though the first row is not needed
             if noise is not None:
                 noise = Noise(noise.keys.roll(1, dims=1), noise.scales)
             drafts = self.head.choose(hidden, logit_cap=cap, noise=noise)
-            return drafts.view(-1, self.config.block_size)[:, 1:]
+            return drafts.unflatten(1, (-1, self.config.block_size))[:, :, 1:]
         blocks = hidden.unflatten(0, (-1, self.config.block_size))[:, 1:]
         drafts = self.head.choose(blocks.flatten(0, 1), logit_cap=cap, noise=noise)
-        return drafts.view(blocks.shape[:2])
+        return drafts.unflatten(1, blocks.shape[:2])
 
     def _context_hidden(self, features: Tensor) -> Tensor:
         model = self.draft_runner.model
@@ -175,6 +173,8 @@ class BatchHost:
         else:
             self._lens_bound = batch.seq_lens_cpu + engine.config.block_size
         self._noise: Noise | None = None
+        self._drafts: Tensor
+        self._choices: Tensor
         self.target_result: Any = None
         self.verify_batch: Any = None
 
@@ -208,8 +208,13 @@ class BatchHost:
         self._noise = engine.noise.draw(self._batch)
         result = engine.draft_runner.forward(forward_batch)
         if result.can_run_graph:
-            return engine.graph_drafts[: forward_batch.batch_size]
-        return engine.draft_head(result.logits_output.hidden_states, self._noise)
+            drafts = engine.graph_drafts[:, : forward_batch.batch_size]
+        else:
+            drafts = engine.draft_head(result.logits_output.hidden_states, self._noise)
+        if self._noise is None:
+            return drafts[0]
+        self._drafts = drafts
+        return engine.noise.pick(context.rows, drafts[0], drafts[-1])
 
     def _plan_verify(self, block: DraftBlock) -> None:
         """Lay out the verify pass; its tokens are read from the block when it runs."""
@@ -249,7 +254,19 @@ class BatchHost:
             greedy=greedy,
             grammar_barrier=self._grammar_barrier,
         )
+        self._choices = choices
         return TargetOutput(choices=choices, features=features)
+
+    def learn(self, context: DraftContext, commit: Commit) -> None:
+        """Tell the noise which drafts were right, where there was any."""
+        if self._noise is not None:
+            self._engine.noise.learn(
+                context.rows,
+                self._drafts[0],
+                self._drafts[-1],
+                choices=self._choices,
+                lens=commit.lens,
+            )
 
     def publish(self, new_lens: Tensor) -> None:
         if self._on_publish is not None:

@@ -1,9 +1,13 @@
 """The noise that the drafts and the target's choices of a step share.
 
-The target draws each token as the highest of its logits after noise (`kernels/noise.py`). Drafts
-that are drawn with the same noise fall on the target's token more often than the likeliest ones do,
-where the target is uncertain. Nothing becomes less exact: a row's noise is independent of the
-tokens before it, and the target's choice is a draw from its own distribution whatever was drafted.
+The target draws each token as the highest of its logits after noise (`kernels/noise.py`). Where it
+is uncertain, a draft that is drawn with the same noise falls on its token more often than the
+likeliest one does; where only the drafter is uncertain, less often. So both are made, and what
+would have been right so far decides, for each request, which of them are verified. A new request
+begins with what holds for others of its temperature.
+
+Nothing becomes less exact: a row's noise is new, and independent of the tokens before it, so the
+target's choice is a draw from its own distribution whatever was drafted.
 """
 
 from __future__ import annotations
@@ -11,12 +15,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sglang_dflash.glue.sampling import is_adjusted
 from sglang_dflash.kernels import MAX_TOP_K, Noise
 
 # what SGLang takes for no top_k
 TOP_K_ALL = 1 << 30
+# how much of the evidence is left a step later: about the last 50 steps count
+MEMORY = 0.98
+# temperatures are told apart to an eighth, and no more from 2 on
+KINDS = 17
 
 
 class StepNoise:
@@ -26,6 +35,9 @@ class StepNoise:
         keys = torch.zeros(max_requests, block_size, dtype=torch.int64, device=device)
         self._whole = Noise(keys, torch.zeros(max_requests, device=device))
         self._on = False
+        # how many more drawn drafts than likeliest ones were right: by request row, by temperature
+        self._lead = torch.zeros(max_requests, device=device)
+        self._usual = torch.zeros(KINDS, device=device)
 
     def room(self, num_requests: int) -> Noise:
         """Return what graphs of so many requests read: without effect while it is not drawn."""
@@ -46,6 +58,32 @@ class StepNoise:
         # top_k 1 is how SGLang spells greedy
         noise.scales.copy_(torch.where(info.top_ks == 1, 0.0, info.temperatures.flatten()))
         return noise
+
+    def start(self, rows: Tensor, temperatures: Tensor) -> None:
+        """Begin requests at these rows with what is usual for their temperatures [b]."""
+        self._lead.index_copy_(0, rows, self._usual[_kinds(temperatures)])
+
+    def pick(self, rows: Tensor, likeliest: Tensor, drawn: Tensor) -> Tensor:
+        """Return the drafts to verify, [b, B - 1], from the two that were made."""
+        return torch.where((self._lead[rows] >= 0)[:, None], drawn, likeliest)
+
+    def learn(
+        self, rows: Tensor, likeliest: Tensor, drawn: Tensor, *, choices: Tensor, lens: Tensor
+    ) -> None:
+        """Count which drafts the target's choices agree with, as far as it followed the block:
+        beyond, they answer to tokens that were not committed."""
+        width = drawn.shape[1]
+        followed = torch.arange(width, device=rows.device) < lens[:, None]
+        choices = choices[:, :width]
+        gain = (drawn == choices).float() - (likeliest == choices).float()
+        lead = MEMORY * self._lead[rows] + (gain * followed).sum(dim=1)
+        self._lead.index_copy_(0, rows, lead)
+        kinds = _kinds(self.room(rows.shape[0]).scales)
+        self._usual.scatter_reduce_(0, kinds, lead, "mean")
+
+
+def _kinds(temperatures: Tensor) -> Tensor:
+    return (temperatures * 8).long().clamp_(max=KINDS - 1)
 
 
 def _is_drawn_by_kernels(batch: Any) -> bool:

@@ -159,6 +159,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             positions=positions,
             slots=batch.out_cache_loc,
         )
+        self.engine.noise.start(batch.req_pool_indices, batch.sampling_info.temperatures.flatten())
         self.engine.rows.penalties.start(batch.reqs, result.next_token_ids)
         result.next_draft_input = DFlashState(result.next_token_ids.long(), batch.seq_lens)
         return result
@@ -170,6 +171,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             rows=batch.req_pool_indices,
         )
         commit = decode_step(host, self.ops, context, buffers=self.buffers, config=self.config)
+        host.learn(context, commit)
         self.engine.rows.penalties.commit(batch.reqs, commit.token_ids, commit.lens)
         self.book.batch_step()
         return compat.GenerationBatchResult(

@@ -2,7 +2,7 @@
 
 A toy target whose next token depends on the last one alone, so that the exact probability of every
 pair of tokens is known; SGLang's sampler or our draws, and our walk do the rest, 40,000 chains at
-once. The drafts are the target's likeliest chain, or one that is drawn with the target's own noise.
+once. The drafts are a drafter's likeliest tokens, or drawn with the noise of the target's draws.
 """
 
 from __future__ import annotations
@@ -92,26 +92,36 @@ class Toy:
         # SGLang's sampler draws, where there is one
         self.noise = StepNoise(CHAINS, WIDTH, "cpu") if sampler is None else None
         # a drafter that knew the target would draw its very tokens
-        self.error = torch.randn(VOCAB) if sampler is None else 0.0
+        self.error = torch.randn(VOCAB) if sampler is None else torch.zeros(VOCAB)
+        self.sharpness = 1.0
 
-    def step(self, anchors: torch.Tensor, *, greedy_after_first: bool) -> Any:
-        """Draft a chain, verify, walk; return the commit."""
+    def step(self, anchors: torch.Tensor, *, greedy_after_first: bool = False) -> Any:
+        """Draft a chain, verify, walk, learn; return the commit."""
         noise = self.noise.draw(self.batch) if self.noise else None
-        columns = [anchors]
-        for i in range(WIDTH - 1):
-            logits = self.logits[columns[-1]]
-            shared = noise and Noise(noise.keys[:, i : i + 1], noise.scales)
-            columns.append(TORCH.argmax_rows(logits + self.error, noise=shared))
-        token_ids = torch.stack(columns, dim=1)
-        lens = torch.zeros(CHAINS, dtype=torch.int64)
+        likeliest, drawn = self.chain(anchors, None), self.chain(anchors, noise)
+        rows = torch.arange(CHAINS)
+        drafts = self.noise.pick(rows, likeliest, drawn) if self.noise else likeliest
+        token_ids = torch.cat([anchors[:, None], drafts], dim=1)
         positions = torch.arange(WIDTH).expand(CHAINS, WIDTH)
         block = DraftBlock(token_ids=token_ids, positions=positions, slots=positions)
-        context = DraftContext(anchors=anchors, lens=lens, rows=lens)
+        context = DraftContext(anchors=anchors, lens=torch.zeros_like(anchors), rows=rows)
         output = compat.LogitsProcessorOutput(next_token_logits=self.logits[token_ids.flatten()])
         choices = self.rows.choose(self.batch, output, context, block, noise=noise)
         if greedy_after_first:
             choices[:, 1:] = self.logits[token_ids[:, 1:]].argmax(-1)
-        return accept(TORCH, context, block, TargetOutput(choices=choices, features=choices))
+        commit = accept(TORCH, context, block, TargetOutput(choices=choices, features=choices))
+        if self.noise:
+            self.noise.learn(rows, likeliest, drawn, choices=choices, lens=commit.lens)
+        return commit
+
+    def chain(self, anchors: torch.Tensor, noise: Noise | None) -> torch.Tensor:
+        """Return a drafter's tokens after the anchors, [b, B - 1]."""
+        tokens = [anchors]
+        for i in range(WIDTH - 1):
+            shared = noise and Noise(noise.keys[:, i : i + 1], noise.scales)
+            logits = self.logits[tokens[-1]] * self.sharpness + self.error
+            tokens.append(TORCH.argmax_rows(logits, noise=shared))
+        return torch.stack(tokens[1:], dim=1)
 
     def pairs(self, *, greedy_after_first: bool = False) -> torch.Tensor:
         """Return how often each pair of first tokens after token 0 came, [V, V]."""
@@ -195,15 +205,46 @@ def test_requests_of_every_kind_are_drawn_side_by_side() -> None:
 def test_shared_noise_accepts_more_than_other_noise_would() -> None:
     toy = Toy(None, CASES["temperature 1"])
     start = torch.zeros(CHAINS, dtype=torch.int64)
-    shared = toy.step(start, greedy_after_first=False).lens.float().mean()
+    shared = toy.step(start).lens.float().mean()
     choose = toy.rows.choose
 
     def with_other_noise(*args: Any, noise: Noise, **rest: Any) -> torch.Tensor:
         return choose(*args, noise=Noise(noise.keys.flip(0), noise.scales), **rest)
 
     toy.rows.choose = with_other_noise  # type: ignore[method-assign]
-    other = toy.step(start, greedy_after_first=False).lens.float().mean()
+    other = toy.step(start).lens.float().mean()
     assert shared > 1.3 * other
+
+
+@pytest.mark.parametrize(
+    ("temperature", "sharpness", "drawn_is_better"), [(0.7, 1.0, True), (0.3, 0.1, False)]
+)
+def test_drafts_follow_what_was_right_so_far(
+    temperature: float, sharpness: float, drawn_is_better: bool
+) -> None:
+    """A drafter that is less certain than the target had better name its likeliest token. Whatever
+    it names, the tokens are distributed as ever."""
+    options = {"temperature": temperature}
+    toy = Toy(None, options)
+    toy.sharpness, toy.error = sharpness, sharpness * toy.error
+    assert toy.noise is not None
+    anchors = torch.zeros(CHAINS, dtype=torch.int64)
+    lens = []
+    for _ in range(12):
+        commit = toy.step(anchors)
+        anchors = commit.bonus
+        lens.append(float(commit.lens.float().mean()))
+    rows = torch.arange(CHAINS)
+    likeliest, drawn = torch.zeros(CHAINS, 1), torch.ones(CHAINS, 1)
+    picked = toy.noise.pick(rows, likeliest, drawn).mean()
+    assert picked > 0.9 if drawn_is_better else picked < 0.1
+    # all began with drawn drafts
+    assert drawn_is_better or lens[-1] > 1.3 * lens[0]
+    assert p_value(toy.pairs(), exact_pairs(toy.logits, options)) > 1e-3
+    # a new request begins as others of its temperature do, the first of another with drawn ones
+    rows = rows[:2]
+    toy.noise.start(rows, torch.tensor([temperature, 1.5]))
+    assert toy.noise.pick(rows, likeliest[:2], drawn[:2]).tolist() == [[drawn_is_better], [1]]
 
 
 def test_the_check_sees_noise_that_two_rows_share() -> None:
