@@ -21,7 +21,8 @@ chat:
 	@$(RUN) launch/demo.py --chat
 
 test: venv lint
-	@$(BIN)/python -m pytest --durations=15
+	@# two files at a time: most of the time servers start, and a processor waits
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
 
 lint: venv
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
