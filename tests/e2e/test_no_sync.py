@@ -22,7 +22,8 @@ def test_a_decode_step_does_not_wait_for_the_device(
     # as it is deployed: bf16, triton target, fa4 drafter
     half = (*SHAPE, "--dtype", "bfloat16", "--speculative-draft-attention-backend", "fa4")
     with Server(*half, env=env) as server:
-        for params in ({"temperature": 0}, {"temperature": 1.0, "top_p": 0.95, "top_k": 64}):
+        sampled = {"temperature": 1.0}
+        for params in ({"temperature": 0}, sampled, sampled | {"top_p": 0.95, "top_k": 64}):
             found = server.generate_all(prompts[:8], max_new_tokens=60, **params)
             assert all(answer["output_ids"] for answer in found)
         assert "overlap scheduling is on" in server.log()
