@@ -145,14 +145,14 @@ def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, 
         f"{target.architecture}, {target.num_layers} layers; a drafter of {drafter.num_layers}, "
         f"block {drafter.block_size}, features from {list(drafter.target_layer_ids)}",
     )
-    quantised = options.quantization is not None
     sizes = {
-        "target weights": None
-        if quantised
-        else file_bytes(target_path)
+        "target weights": file_bytes(target_path)
         or described_bytes(target_path, trust_remote_code=options.trust_remote_code),
         "draft weights": file_bytes(draft_path) or described_draft_bytes(draft_config),
     }
+    if options.quantization:
+        # how small loading makes it is not known before
+        sizes["target weights"] = None
     memory, fits = plan_memory(target_config, drafter, sizes, options)
     launch = recommend(target_path, draft_path, drafter, options)
     return [found, fits], {"memory": memory, "launch": launch}

@@ -78,13 +78,11 @@ class VerifyHead:
     def draw(self, logits: Tensor, info: Any, noise: Noise, *, few: bool, free: bool) -> Tensor:
         """Return a draw from each row by its request's temperature, top_k and top_p, [n] int64.
 
-        `few` says that some requests draw from at most MAX_TOP_K tokens, `free` that some draw from
-        all. Those with neither filter nor noise may be with either.
+        `few` says that some requests draw from 2 to MAX_TOP_K tokens, `free` that some draw from
+        all; the others are greedy.
         """
-        drawn = self._ops.argmax_rows(logits, self.cap, noise) if free or not few else None
         if not few:
-            assert drawn is not None
-            return drawn
+            return self._ops.argmax_rows(logits, self.cap, noise)
         filtered = self._ops.sample_rows(
             logits,
             noise,
@@ -93,10 +91,11 @@ class VerifyHead:
             top_ps=info.top_ps,
             logit_cap=self.cap,
         )
-        if drawn is None:
+        if not free:
             return filtered
         rows = logits.shape[0] // info.top_ks.shape[0]
-        return torch.where((info.top_ks > MAX_TOP_K).repeat_interleave(rows), drawn, filtered)
+        is_free = (info.top_ks > MAX_TOP_K).repeat_interleave(rows)
+        return torch.where(is_free, self._ops.argmax_rows(logits, self.cap, noise), filtered)
 
     def plain(self, logits: Tensor) -> Tensor:
         """Return the logits as plain decoding hands them to its sampler; may overwrite them."""

@@ -85,7 +85,7 @@ class RowSampler:
 
 
 def is_adjusted(batch: Any) -> bool:
-    """Tell whether a greedy batch needs more than the highest logit of each row."""
+    """Tell whether a batch asks for more than a choice from each row's logits as they are."""
     info = batch.sampling_info
     return (
         info.logit_bias is not None

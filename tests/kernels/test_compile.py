@@ -1,0 +1,118 @@
+"""Every kernel compiles for the cards it is for: that takes no GPU.
+
+The interpreter, which shows what a kernel computes, also runs what Triton's compiler would refuse.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import step_ops
+import torch
+import triton
+from interpreter import INTERPRETED
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction, mangle_type
+
+from sglang_dflash import kernels
+from sglang_dflash.kernels import thin_linear, triton_ops
+from sglang_dflash.kernels.verify_attention import LayerShape, VerifyAttention
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+BLOCK, REQUESTS = 16, 3
+# heads as they are, what the host must multiply small
+SIZES = step_ops.Sizes(hidden=512, mlp=1024, vocabulary=5000, context=64, weight_copies=1)
+
+
+@pytest.fixture(params=[80, 90], ids=["A100", "H100 and H200"])
+def capability(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture
+def compiled(capability: int, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Compile whatever is launched, and launch nothing; the set is of what was."""
+    target = GPUTarget("cuda", capability, 32)
+    found: set[str] = set()
+
+    def compile_instead(
+        self: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any
+    ) -> None:
+        del grid, warmup
+        given = dict(zip(self.arg_names, args, strict=False))
+        given |= {name: named.pop(name) for name in list(named) if name in self.arg_names}
+        signature, constants = {}, {}
+        for i, param in enumerate(self.params):
+            value = given.get(param.name, param.default)
+            if param.is_constexpr or value is None:
+                signature[param.name], constants[(i,)] = "constexpr", value
+            else:
+                signature[param.name] = mangle_type(value)
+        triton.compile(ASTSource(self, signature, constants), target=target, options=named)
+        found.add(self.fn.__name__)
+
+    monkeypatch.setattr(JITFunction, "run", compile_instead)
+    hopper = {"OVERLAPPED": True, "launch_pdl": True}
+    options = hopper if capability >= 90 else {"OVERLAPPED": False}
+    for module in kernel_modules():
+        monkeypatch.setattr(module, "overlapped", lambda _device: options, raising=False)
+    return found
+
+
+def kernel_modules() -> list[Any]:
+    names = [each.name for each in pkgutil.iter_modules(kernels.__path__)]
+    return [importlib.import_module(f"sglang_dflash.kernels.{name}") for name in names]
+
+
+def launched_kernels() -> set[str]:
+    """Return every kernel of the package that is launched from Python, by its grid."""
+    found = set()
+    for module in kernel_modules():
+        indexed = re.findall(r"\b(\w+)\[", Path(module.__file__).read_text())
+        found |= {name for name in indexed if isinstance(vars(module).get(name), JITFunction)}
+    return found
+
+
+def test_every_kernel_compiles(compiled: set[str], capability: int) -> None:
+    for case in step_ops.cases(REQUESTS, triton_ops(), SIZES, torch.bfloat16, "cpu"):
+        case.ours(0)
+    launch_products()
+    launch_attention(torch.bfloat16, torch.bfloat16)
+    if capability >= 90:
+        # an A100 has no such numbers
+        launch_attention(torch.bfloat16, torch.float8_e4m3fn)
+    assert compiled == launched_kernels()
+
+
+def launch_products() -> None:
+    for (width, depth), tile in thin_linear.TILES.items():
+        x = torch.empty(BLOCK, depth, dtype=torch.bfloat16, device="meta")
+        thin_linear.thin_linear(x, x.new_empty(width, depth), tile=tile)
+
+
+def launch_attention(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """Gemma 4's two kinds of layer."""
+    shapes = [LayerShape(32, 16, 256, 256), LayerShape(32, 4, 512, 512)]
+    attention = VerifyAttention(
+        REQUESTS, BLOCK, shapes=shapes, dtype=dtype, device="meta", num_sms=132
+    )
+    for shape, window in zip(shapes, (1024, -1), strict=True):
+        rows = REQUESTS * BLOCK
+        query = torch.empty(rows, shape.num_q_heads, shape.head_dim, dtype=dtype, device="meta")
+        keys = query.new_empty(rows, shape.num_kv_heads, shape.head_dim)
+        cache = keys.new_empty(keys.shape, dtype=cache_dtype)
+        bounds = keys.new_empty(REQUESTS + 1, dtype=torch.int32)
+        slots = keys.new_empty(rows, dtype=torch.int64)
+        attention.run(
+            *(query, keys, keys, torch.empty_like(query), cache, cache, bounds, slots),
+            scale=1.0,
+            window_left=window,
+            slots=slots,
+        )
