@@ -185,15 +185,12 @@ class Results:
             systems.write(found, self._options.out, self.text())
 
     def text(self) -> str:
-        earlier = [
-            f"- `{c['command']}`, commit {c['commit']}" for c in self._about["earlier_calls"]
-        ]
         table = report(list(self.cells.values()), shown_lengths=self._options.show_lengths)
-        return (
-            "\n".join([table, "\nEarlier calls that added to this table:", *earlier])
-            if earlier
-            else table
-        )
+        calls = self._about["earlier_calls"]
+        if not calls:
+            return table
+        earlier = [f"- `{call['command']}`, commit {call['commit']}" for call in calls]
+        return "\n".join([table, "\nEarlier calls that added to this table:", *earlier])
 
 
 def run(options: argparse.Namespace) -> tuple[Results, list[Cell]]:

@@ -17,11 +17,13 @@ def main(arguments: list[str] | None = None) -> int:
     doctor.add_argument("--gpu-memory-gb", type=float, help="plan for this card, not the one here")
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
-    commands.add_parser(
+    serve = commands.add_parser(
         "serve",
         add_help=False,
         help="SGLang's server with any of its arguments, once the doctor finds nothing bad",
     )
+    add_pair_options(serve)
+    serve.set_defaults(gpu_memory_gb=None)
 
     report = commands.add_parser("report", help="live acceptance of a running server")
     report.add_argument("--url", default="http://127.0.0.1:30000")
@@ -33,11 +35,13 @@ def main(arguments: list[str] | None = None) -> int:
     add_train_options(train)
 
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["serve"]:
+    options, others = parser.parse_known_args(arguments)
+    if options.command == "serve":
         from sglang_dflash.glue.serve import run_serve
 
-        return run_serve(arguments[1:])
-    options = parser.parse_args(arguments)
+        return run_serve(options, arguments[1:])
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     if options.command == "doctor":
         from sglang_dflash.glue.doctor import run_doctor
 

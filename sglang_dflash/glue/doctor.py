@@ -146,13 +146,9 @@ def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, 
         f"block {drafter.block_size}, features from {list(drafter.target_layer_ids)}",
     )
     sizes = {
-        "target weights": file_bytes(target_path)
-        or described_bytes(target_path, trust_remote_code=options.trust_remote_code),
+        "target weights": target_bytes(target_path, options),
         "draft weights": file_bytes(draft_path) or described_draft_bytes(draft_config),
     }
-    if options.quantization:
-        # how small loading makes it is not known before
-        sizes["target weights"] = None
     memory, fits = plan_memory(target_config, drafter, sizes, options)
     launch = recommend(target_path, draft_path, drafter, options)
     return [found, fits], {"memory": memory, "launch": launch}
@@ -194,6 +190,14 @@ def kv_bytes_per_token(text: Any) -> dict[str, int]:
         heads, dim = shapes[kind]
         found[kind] = found.get(kind, 0) + 2 * heads * dim * BYTES
     return found
+
+
+def target_bytes(path: str, options: argparse.Namespace) -> int | None:
+    """Return the size of a target, None where it is not known before it is loaded."""
+    if options.quantization:
+        return None
+    size = file_bytes(path)
+    return size or described_bytes(path, trust_remote_code=options.trust_remote_code)
 
 
 def file_bytes(path: str) -> int | None:

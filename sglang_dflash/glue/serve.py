@@ -10,19 +10,14 @@ import argparse
 import runpy
 import sys
 
-from sglang_dflash.__main__ import add_pair_options
 from sglang_dflash.glue.doctor import look_at_installation, look_at_pair
 
 LAUNCHER = "sglang.launch_server"
 
 
-def run_serve(arguments: list[str]) -> int:
-    """Serve until stopped, with SGLang's own arguments; return 1 if the doctor finds a reason not
-    to begin."""
-    parser = argparse.ArgumentParser(prog="python -m sglang_dflash serve", add_help=False)
-    add_pair_options(parser)
-    options, _ = parser.parse_known_args(arguments)
-    options.gpu_memory_gb = None
+def run_serve(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Serve until stopped, with SGLang's own arguments, of which `options` are those that tell of
+    the pair; return 1 if the doctor finds a reason not to begin."""
     findings, _ = look_at_pair(options)
     bad = [f for f in look_at_installation() + findings if f.state == "bad"]
     for finding in bad:

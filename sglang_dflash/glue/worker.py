@@ -159,7 +159,9 @@ class DFlashWorker(compat.BaseSpecWorker):
             positions=positions,
             slots=batch.out_cache_loc,
         )
-        self.engine.noise.start(batch.req_pool_indices, batch.sampling_info.temperatures.flatten())
+        info = batch.sampling_info
+        if not info.is_all_greedy:
+            self.engine.noise.start(batch.req_pool_indices, info.temperatures.flatten())
         self.engine.rows.penalties.start(batch.reqs, result.next_token_ids)
         result.next_draft_input = DFlashState(result.next_token_ids.long(), batch.seq_lens)
         return result
