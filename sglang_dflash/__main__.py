@@ -47,12 +47,12 @@ def main(arguments: list[str] | None = None) -> int:
 
         return run_doctor(options)
     if options.command == "train":
-        from sglang_dflash.glue import compat
+        from sglang_dflash.glue import release
         from sglang_dflash.glue.offline import offline_engine
         from sglang_dflash.train.run import run_train
 
         options.command_line = arguments
-        return run_train(options, engine=offline_engine if compat.installed_release() else None)
+        return run_train(options, engine=offline_engine if release.installed() else None)
     from sglang_dflash.report import run_report
 
     return run_report(options)

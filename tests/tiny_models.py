@@ -19,6 +19,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -28,6 +30,7 @@ from sglang_dflash.reference import Drafter, DrafterConfig
 
 CLASSES = {
     "llama": LlamaForCausalLM,
+    "qwen2": Qwen2ForCausalLM,
     "qwen3": Qwen3ForCausalLM,
     "gemma4": Gemma4ForCausalLM,
     "gemma4-moe": Gemma4ForCausalLM,
@@ -109,6 +112,8 @@ def hf_config(family: str) -> PreTrainedConfig:
     """Return the target's config as transformers reads it."""
     if family == "llama":
         return LlamaConfig(**COMMON, tie_word_embeddings=False)
+    if family == "qwen2":
+        return Qwen2Config(**COMMON, tie_word_embeddings=True)
     if family == "qwen3":
         return Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True)
     return Gemma4TextConfig(

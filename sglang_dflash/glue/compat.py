@@ -96,6 +96,11 @@ SYMBOLS: dict[str, Symbol] = {
     "row_headroom": Symbol(
         "srt.mem_cache.allocation_sizing", "get_req_to_token_extra_context_len", ("server_args",)
     ),
+    "configure_capture": Symbol(
+        "srt.model_executor.model_runner_components.attention_backend_setup",
+        "configure_aux_hidden_state_capture",
+        ("model", "dflash_use_aux_hidden_state", "dflash_target_layer_ids"),
+    ),
     "default_pool_init": Symbol(
         "srt.model_executor.pool_configurator", "DefaultPoolConfigurator.__init__", ("kvc",)
     ),
@@ -376,25 +381,9 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def installed_release() -> str | None:
-    """Return the version of SGLang that is installed, None without one."""
-    try:
-        return metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def registered_plugins() -> list[str]:
     """Return the entry points that SGLang will load."""
     return [entry.value for entry in metadata.entry_points(group="sglang.srt.plugins")]
-
-
-def supported_release() -> str:
-    """Return the one release this package is written for, as its metadata pins it."""
-    for requirement in metadata.requires("sglang-dflash") or ():
-        if requirement.startswith("sglang=="):
-            return requirement.removeprefix("sglang==").split(";")[0].strip()
-    raise RuntimeError("sglang-dflash's metadata pins no sglang release; reinstall it.")
 
 
 def broken() -> list[str]:

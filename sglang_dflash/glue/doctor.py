@@ -21,7 +21,7 @@ import transformers
 
 import sglang_dflash
 from sglang_dflash import config as cfg
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import compat, release
 from sglang_dflash.glue.server_args import describe_target
 from sglang_dflash.reference import Drafter, DrafterConfig
 
@@ -77,7 +77,7 @@ def _versions() -> Finding:
 
 
 def _release() -> Finding:
-    wanted, found = compat.supported_release(), compat.installed_release()
+    wanted, found = release.supported(), release.installed()
     if found == wanted:
         return Finding("sglang", "ok", wanted)
     advice = f"This release of sglang-dflash runs with SGLang {wanted}: install that."

@@ -45,9 +45,9 @@ def switched_on(value: str | None) -> bool:
 
 def require_supported_release() -> None:
     """End the process unless the installed SGLang is the one this package is written for."""
-    from sglang_dflash.glue import compat
+    from sglang_dflash.glue import release
 
-    wanted, found = compat.supported_release(), compat.installed_release()
+    wanted, found = release.supported(), release.installed()
     if found != wanted:
         raise SystemExit(
             f"sglang_dflash needs sglang {wanted} but found {found}. Install sglang=={wanted}, or "
@@ -57,7 +57,7 @@ def require_supported_release() -> None:
 
 def hooks() -> dict[str, Callable[..., Any]]:
     """Return everything we change in SGLang: symbol -> what wraps it."""
-    from sglang_dflash.glue import finish, memory, metrics, sampling
+    from sglang_dflash.glue import features, finish, memory, metrics, sampling
 
     return {
         "create_worker": _create_worker,
@@ -65,6 +65,7 @@ def hooks() -> dict[str, Callable[..., Any]]:
         "handle_dflash": _handle_dflash,
         "validate_request": sampling.refuse_in_scheduler,
         "update_finish_state": finish.finish_and_meter,
+        "configure_capture": features.configure_capture,
         "row_headroom": memory.row_headroom,
         "default_pool_init": memory.budget_draft_kv,
         "swa_pool_init": memory.budget_draft_kv,
@@ -76,7 +77,7 @@ def hooks() -> dict[str, Callable[..., Any]]:
 
 def attach(wanted: dict[str, Callable[..., Any]]) -> None:
     """Apply the hooks now and raise RuntimeError unless every one of them is in place."""
-    from sglang_dflash.glue import compat
+    from sglang_dflash.glue import compat, release
 
     registry = compat.HookRegistry
     for name, hook in wanted.items():
@@ -85,7 +86,7 @@ def attach(wanted: dict[str, Callable[..., Any]]) -> None:
     lost = [name for name in wanted if compat.SYMBOLS[name].dotted not in registry._patched]
     if lost:
         raise RuntimeError(f"these hooks did not attach: {', '.join(lost)}")
-    logger.info("sglang_dflash attached to SGLang %s", compat.installed_release())
+    logger.info("sglang_dflash attached to SGLang %s", release.installed())
 
 
 def _create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:

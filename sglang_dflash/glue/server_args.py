@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_dflash import config as cfg
 from sglang_dflash.glue import compat
+from sglang_dflash.glue.features import delivers_features
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ def describe_target(config: Any, *, name: str, context_len: int | None = None) -
         vocab_size=text_config.vocab_size,
         num_layers=text_config.num_hidden_layers,
         context_len=context_len or text_config.max_position_embeddings,
-        delivers_features=hasattr(model_class, "set_dflash_layers_to_capture"),
+        delivers_features=delivers_features(model_class, architecture),
         # the others capture a layer's output as the next layer's input
         delivers_last_layer=architecture.startswith("Gemma4"),
     )

@@ -15,7 +15,7 @@ import sglang_dflash
 from sglang_dflash import kernels
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.config import DFlashConfig
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import compat, release
 from sglang_dflash.glue.attention import install_verify_attention, plan_in_graph
 from sglang_dflash.glue.draft_model import DFlashDraftModel
 from sglang_dflash.glue.finish import keep_books_in
@@ -76,7 +76,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         """Return what runs here, for the log and /server_info."""
         return {
             "version": sglang_dflash.__version__,
-            "sglang": compat.installed_release(),
+            "sglang": release.installed(),
             "ops": self.ops.name,
             "verify_attention": self.verify_kernel,
             "layers": self.layers,

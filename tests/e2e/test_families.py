@@ -83,7 +83,7 @@ class Family:
         )
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gemma4", "gemma4-moe"])
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "gemma4", "gemma4-moe"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     if request.param == "gemma4-moe" and torch.cuda.is_available():
         pytest.skip("SGLang's experts in torch read sizes on the host: not in a CUDA graph")

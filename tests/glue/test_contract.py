@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from server import ROOT
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import compat, release
 
 
 def test_installed_release_keeps_the_contract() -> None:
-    assert compat.installed_release() == compat.supported_release() == "0.5.17"
+    assert release.installed() == release.supported() == "0.5.17"
     assert compat.broken() == []
 
 

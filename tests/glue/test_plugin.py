@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dflash.glue import compat, plugin
+from sglang_dflash.glue import compat, plugin, release
 from sglang_dflash.glue.worker import DFlashWorker
 
 
@@ -33,7 +33,7 @@ def test_worker_is_no_subclass_of_the_in_tree_one() -> None:
 
 
 def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "installed_release", lambda: "0.5.19")
+    monkeypatch.setattr(release, "installed", lambda: "0.5.19")
     with pytest.raises(SystemExit) as ended:
         plugin.activate()
     assert str(ended.value) == (
