@@ -1,0 +1,79 @@
+"""Prompts that ask for code: Python functions to complete, from the docstrings of packages.
+
+    python -m sglang_dflash.train.docstrings networkx.whl more_itertools.whl --out code.jsonl
+
+A drafter for a coding model wants answers that are code. Each function of a wheel, or of a folder
+of sources, makes one prompt: its signature and docstring, without its body. The licences of the
+packages hold for the prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ASKS = "Write the body of this Python function:\n```python\n{}\n```"
+# characters of a docstring: shorter ones ask for nothing, longer ones are manuals
+LENGTHS = range(60, 1200)
+
+
+def sources(path: Path) -> Iterator[str]:
+    """Return the Python files of a wheel or a folder, without tests."""
+    if path.is_dir():
+        found = ((str(f.relative_to(path)), f.read_bytes()) for f in sorted(path.rglob("*.py")))
+    elif zipfile.is_zipfile(path):
+        wheel = zipfile.ZipFile(path)
+        found = (
+            (name, wheel.read(name)) for name in sorted(wheel.namelist()) if name[-3:] == ".py"
+        )
+    else:
+        raise SystemExit(f"{path} is neither a wheel nor a folder. Pass one of them.")
+    for name, content in found:
+        if "test" not in name:
+            yield content.decode("utf-8", errors="replace")
+
+
+def functions(source: str) -> Iterator[tuple[str, str]]:
+    """Return name, and signature with docstring, of each public function that explains itself."""
+    try:
+        module = ast.parse(source)
+    except SyntaxError:
+        return
+    lines = source.splitlines()
+    for node in module.body:
+        if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+            continue
+        doc = ast.get_docstring(node) or ""
+        if len(doc) in LENGTHS:
+            end = node.body[0].end_lineno
+            yield node.name, "\n".join(lines[node.lineno - 1 : end])
+
+
+def make_prompts(paths: Iterable[Path]) -> Iterator[dict[str, str]]:
+    """Return a prompt for each function; one that several files hold is asked once."""
+    seen = set()
+    for path in paths:
+        package = path.name.split("-")[0]
+        for source in sources(path):
+            for name, text in functions(source):
+                if text not in seen:
+                    seen.add(text)
+                    yield {"id": f"{package}/{name}", "prompt": ASKS.format(text)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("packages", nargs="+", type=Path, help="wheels, or folders of sources")
+    parser.add_argument("--out", type=Path, required=True, help="JSONL for train --prompts")
+    options = parser.parse_args()
+    lines = [json.dumps(row) for row in make_prompts(options.packages)]
+    options.out.write_text("".join(f"{line}\n" for line in lines))
+    print(f"{len(lines)} prompts in {options.out}")
+
+
+if __name__ == "__main__":
+    main()
