@@ -41,8 +41,8 @@ Engine = Callable[..., AbstractContextManager[store.Ask]]
 
 # what --thinking tells the chat template
 THINKING = {"on": True, "off": False, "default": None}
-# answers that are written together
-ENGINE_GROUP, TRANSFORMERS_GROUP = 4096, 64
+# answers that are written together: what a call that is cut off loses
+ENGINE_GROUP, TRANSFORMERS_GROUP = 2048, 64
 # temperatures of the real decoding loop
 EVALUATED = (0.0, 1.0)
 
