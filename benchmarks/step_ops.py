@@ -123,6 +123,8 @@ def cases(requests: int, ops: Ops, sizes: Sizes, dtype: torch.dtype, device: str
     yield from maker.products(ops, theirs)
     yield maker.argmax_rows(ops)
     yield maker.argmax_rows(ops, maker.noise())
+    yield maker.argmax_and_draw(ops, maker.noise(scale=0.0), "likeliest drafts")
+    yield maker.argmax_and_draw(ops, maker.noise(), "likeliest drafts and drawn ones")
     yield maker.sample_rows(ops, theirs)
     yield maker.accept(ops, theirs)
     yield maker.context_hidden(ops, theirs)
@@ -185,9 +187,9 @@ class Maker:
     def whole(self, high: int, *shape: int) -> Tensor:
         return torch.randint(0, high, shape, device=self.device)
 
-    def noise(self) -> Noise:
+    def noise(self, scale: float = 0.9) -> Noise:
         keys = self.whole(2**62, self.requests, self.sizes.block_size)
-        return Noise(keys, torch.full((self.requests,), 0.9, device=self.device))
+        return Noise(keys, torch.full((self.requests,), scale, device=self.device))
 
     def cos_sin(self, dim: int) -> Tensor:
         return torch.rand(self.sizes.context, dim, device=self.device)
@@ -350,6 +352,17 @@ class Maker:
             logits.nbytes,
             lambda turn: ops.argmax_rows(logits, cap, noise),
             lambda turn: TORCH.argmax_rows(logits, cap, noise),
+            None,
+        )
+
+    def argmax_and_draw(self, ops: Ops, noise: Noise, name: str) -> Case:
+        logits = self.normal(self.rows, self.sizes.vocabulary)
+        cap = self.sizes.logit_cap
+        return Case(
+            name,
+            logits.nbytes,
+            lambda turn: ops.argmax_and_draw(logits, cap, noise),
+            lambda turn: TORCH.argmax_and_draw(logits, cap, noise),
             None,
         )
 

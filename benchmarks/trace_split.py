@@ -2,11 +2,10 @@
 
     python benchmarks/trace_split.py TRACE.json.gz [--top 15] [--out split.json]
 
-A step begins with our `_build_block` kernel, drafting ends with the second `_argmax_merge` (one is
-for likeliest drafts, one for drawn ones) and verifying with `_accept_block`. Only whole steps
-count, and not the first, which the profiler draws out. Idle is the time of a step in which no
-kernel runs on any stream. Kernels overlap: each counts from the end of those that started before
-it, so that the parts and idle add up to the step.
+A step begins with our `_build_block` kernel, drafting ends with the first `_argmax_merge` and
+verifying with `_accept_block`. Only whole steps count, and not the first, which the profiler draws
+out. Idle is the time of a step in which no kernel runs on any stream. Kernels overlap: each counts
+from the end of those that started before it, so that the parts and idle add up to the step.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 STEP, DRAFTED, COMMIT = "_build_block", "_argmax_merge", "_accept_block"
-KINDS_OF_DRAFTS = 2
 ATTENTION = ("_attend_runs", "_merge_runs", "_fwd_kernel", "extend_attention")
 PRODUCTS = ("_product", "gemm", "nvjet", "cutlass_", "splitk", "gemv", "matmul")
 
@@ -41,7 +39,7 @@ def whole_steps(work: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 def split_step(step: list[dict[str, Any]], end_us: float) -> Counter[str]:
     """Return the microseconds of each part of one step, `idle` included."""
     found: Counter[str] = Counter()
-    phase, kinds = "draft", 0
+    phase = "draft"
     covered = step[0]["ts"]
     for event in step:
         if event["name"] == COMMIT:
@@ -58,8 +56,7 @@ def split_step(step: list[dict[str, Any]], end_us: float) -> Counter[str]:
         end = min(event["ts"] + event["dur"], end_us)
         found[part] += max(0.0, end - max(event["ts"], covered))
         covered = max(covered, end)
-        kinds += event["name"] == DRAFTED
-        if phase == "draft" and kinds == KINDS_OF_DRAFTS:
+        if phase == "draft" and event["name"] == DRAFTED:
             phase = "verify"
     found["idle"] = end_us - step[0]["ts"] - found.total()
     return found

@@ -34,11 +34,11 @@ class DraftHead:
         [1 or 2, n] int64. A rank that sees a part of the vocabulary draws none."""
         weight = self._head.weight
         logits = _multiply(hidden.to(weight.dtype), weight)[:, : self._size]
-        likeliest = self._ops.argmax_rows(logits)
         if self._group is None or self._group.world_size == 1:
             if noise is None:
-                return likeliest[None]
-            return torch.stack([likeliest, self._ops.argmax_rows(logits, logit_cap, noise)])
+                return self._ops.argmax_rows(logits)[None]
+            return self._ops.argmax_and_draw(logits, logit_cap, noise)
+        likeliest = self._ops.argmax_rows(logits)
         values = logits.gather(1, likeliest[:, None]).T
         values = self._group.all_gather(values.contiguous(), dim=0)
         tokens = self._group.all_gather((likeliest + self._start)[None], dim=0)

@@ -69,6 +69,10 @@ class ArgmaxRows(Protocol):
     ) -> Tensor: ...
 
 
+class ArgmaxAndDraw(Protocol):
+    def __call__(self, logits: Tensor, logit_cap: float, noise: Noise) -> Tensor: ...
+
+
 class SampleRows(Protocol):
     def __call__(
         self,
@@ -126,6 +130,7 @@ class Ops:
     context_hidden: ContextHidden
     write_context: WriteContext
     argmax_rows: ArgmaxRows
+    argmax_and_draw: ArgmaxAndDraw
     sample_rows: SampleRows
     norm_and_turn: NormAndTurn
     norm_add_norm: NormAddNorm
@@ -139,6 +144,7 @@ TORCH = Ops(
     context_hidden=reference.context_hidden,
     write_context=reference.write_context,
     argmax_rows=reference.argmax_rows,
+    argmax_and_draw=reference.argmax_and_draw,
     sample_rows=reference.sample_rows,
     norm_and_turn=reference.norm_and_turn,
     norm_add_norm=reference.norm_add_norm,
@@ -175,6 +181,7 @@ def triton_ops() -> Ops:
         context_hidden=context.context_hidden,
         write_context=context.write_context,
         argmax_rows=argmax.argmax_rows,
+        argmax_and_draw=argmax.argmax_and_draw,
         sample_rows=sample.sample_rows,
         norm_and_turn=qkv_norm.norm_and_turn,
         norm_add_norm=residual_norm.norm_add_norm,

@@ -1,8 +1,9 @@
-"""The likeliest token of each row of logits or a draw, read once in the type the head wrote.
+"""The likeliest token of each row of logits, a draw, or both, read once in the type the head wrote.
 
 What is fused. The logit cap is applied on the fly, in fp32, so that no fp32 copy of the logits is
 written, and so is noise, which makes the likeliest token a draw; of equal values the first wins, as
-in torch. A row is cut into parts, whose winners a second kernel compares.
+in torch. A row is cut into parts, whose winners a second kernel compares. Where both are asked for,
+a request without noise costs no more than its likeliest tokens.
 
 Layout contract: logits [n, V], adjacent columns; as many rows for each of the requests that noise
 is given for. NaN never wins; a row of nothing else gives 0.
@@ -24,15 +25,31 @@ BLOCK = 4096
 PROGRAMS = 1056
 
 
+@triton.jit
+def _keep_better(x, column, best, at):
+    better = x > best
+    return tl.where(better, x, best), tl.where(better, column, at)
+
+
+@triton.jit
+def _store_winner(best, at, values, indices, out, width):
+    # within a lane the first of equals stayed; between lanes the lowest column wins
+    peak = tl.max(best, 0)
+    column = tl.min(tl.where(best == peak, at, width), 0)
+    tl.store(values + out, peak)
+    tl.store(indices + out, column)
+
+
 # fmt: off
 @triton.jit
 def _argmax_parts(
     logits, keys, scales, values, indices, row_stride, key_stride, per_request, width, part_width,
-    LOGIT_CAP: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr,
+    LOGIT_CAP: tl.constexpr, NOISE: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
+    scale = 0.0
     if NOISE:
         request = row // per_request
         scale = tl.load(scales + request)
@@ -41,26 +58,29 @@ def _argmax_parts(
     end = tl.minimum(begin + part_width, width)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     at = tl.zeros([BLOCK], tl.int32)
+    likely, likely_at = best, at
     for start in range(begin, end, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(logits + row * row_stride + column, mask=column < end, other=float("-inf"))
         x = x.to(tl.float32)
-        if LOGIT_CAP > 0:
-            # tanh by the sigmoid, which saturates without overflow
-            x = (2.0 * tl.sigmoid(2.0 * (x / LOGIT_CAP)) - 1.0) * LOGIT_CAP
-            x = tl.where(column < end, x, float("-inf"))
-        if NOISE:  # noqa: SIM102  (what follows is known when the kernel runs, this when it compiles)
-            if scale > 0:
-                x += scale * gumbel(key, column)
-        better = x > best
-        best = tl.where(better, x, best)
-        at = tl.where(better, column, at)
-    # within a lane the first of equals stayed; between lanes the lowest column wins
-    peak = tl.max(best, 0)
-    column = tl.min(tl.where(best == peak, at, width), 0)
+        if BOTH:
+            likely, likely_at = _keep_better(x, column, likely, likely_at)
+        if not BOTH or scale > 0:
+            if LOGIT_CAP > 0:
+                # tanh by the sigmoid, which saturates without overflow
+                x = (2.0 * tl.sigmoid(2.0 * (x / LOGIT_CAP)) - 1.0) * LOGIT_CAP
+                x = tl.where(column < end, x, float("-inf"))
+            if NOISE:  # noqa: SIM102  (what follows is known when the kernel runs, this before)
+                if scale > 0:
+                    x += scale * gumbel(key, column)
+            best, at = _keep_better(x, column, best, at)
     out = row * tl.num_programs(1) + part
-    tl.store(values + out, peak)
-    tl.store(indices + out, column)
+    if BOTH:
+        _store_winner(likely, likely_at, values, indices, out, width)
+        if scale <= 0:
+            best, at = likely, likely_at
+        out += tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
+    _store_winner(best, at, values, indices, out, width)
 
 
 @triton.jit
@@ -77,26 +97,36 @@ def _argmax_merge(values, indices, out, parts, BLOCK: tl.constexpr):
 
 def argmax_rows(logits: Tensor, logit_cap: float = 0.0, noise: Noise | None = None) -> Tensor:
     """Do what `reference.argmax_rows` does."""
+    return _argmax(logits, logit_cap, noise, kinds=1)[0]
+
+
+def argmax_and_draw(logits: Tensor, logit_cap: float, noise: Noise) -> Tensor:
+    """Do what `reference.argmax_and_draw` does."""
+    return _argmax(logits, logit_cap, noise, kinds=2)
+
+
+def _argmax(logits: Tensor, logit_cap: float, noise: Noise | None, *, kinds: int) -> Tensor:
     rows, width = logits.shape
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    out = torch.empty(kinds, rows, dtype=torch.int64, device=logits.device)
     blocks = triton.cdiv(width, BLOCK)
     parts = min(blocks, max(1, triton.cdiv(PROGRAMS, rows)))
     part_width = triton.cdiv(blocks, parts) * BLOCK
     parts = triton.cdiv(width, part_width)
-    values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
-    indices = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    values = torch.empty(kinds, rows, parts, dtype=torch.float32, device=logits.device)
+    indices = torch.empty(kinds, rows, parts, dtype=torch.int32, device=logits.device)
     # without noise these are not read
-    keys, scales = noise or (indices, values)
+    keys, scales = noise or (indices[0], values[0])
     per_request = rows // scales.shape[0]
     _argmax_parts[(rows, parts)](
         *(logits, keys, scales, values, indices),
         *(logits.stride(0), keys.stride(0), per_request, width, part_width),
         LOGIT_CAP=logit_cap,
         NOISE=noise is not None,
+        BOTH=kinds == 2,
         BLOCK=BLOCK,
         num_warps=8,
     )
-    _argmax_merge[(rows,)](
+    _argmax_merge[(kinds * rows,)](
         values, indices, out, parts, triton.next_power_of_2(parts), num_warps=1
     )
     return out

@@ -260,6 +260,20 @@ def argmax_rows(
     return torch.argmax(logits, dim=-1)
 
 
+def argmax_and_draw(
+    logits: Tensor,  # [n, V]
+    logit_cap: float,
+    noise: Noise,  # for n / b rows of each request
+) -> Tensor:
+    """Return each row's likeliest column and one drawn with noise, [2, n] int64; without noise, at
+    scale 0, the likeliest twice. The cap bends what is drawn from, and not which is likeliest."""
+    likeliest = argmax_rows(logits)
+    per_request = logits.shape[0] // noise.scales.shape[0]
+    is_drawn = noise.scales.repeat_interleave(per_request) > 0
+    drawn = torch.where(is_drawn, argmax_rows(logits, logit_cap, noise), likeliest)
+    return torch.stack([likeliest, drawn])
+
+
 def sample_rows(
     logits: Tensor,  # [n, V]
     noise: Noise,  # for n / b rows of each request

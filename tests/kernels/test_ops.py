@@ -136,6 +136,10 @@ def test_argmax_rows_with_noise(rows: int, width: int, dtype: torch.dtype) -> No
         plain = TORCH.argmax_rows(logits, cap)
         assert_same(found[rows : 2 * rows], plain[rows : 2 * rows])
         assert width < 100 or not torch.equal(found[2 * rows :], plain[2 * rows :])
+        both = TRITON.argmax_and_draw(logits, cap, noise)
+        assert_same(both, TORCH.argmax_and_draw(logits, cap, noise))
+        assert_same(both[0], TORCH.argmax_rows(logits))
+        assert_same(both[1], torch.where(found == plain, both[0], found))
 
 
 @runs_kernel

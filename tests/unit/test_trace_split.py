@@ -12,11 +12,9 @@ STEP_US = 1000.0
 # name, start within the step, duration
 WORK = [
     ("_build_block", 0, 10),
-    ("nvjet_draft", 20, 170),
+    ("nvjet_draft", 20, 190),
     # on a side stream, while the drafter runs
     ("_index_prefixes", 100, 10),
-    # of the likeliest drafts, and of the drawn ones
-    ("_argmax_merge", 190, 20),
     ("_argmax_merge", 210, 10),
     ("_copy", 220, 10),
     ("_attend_runs", 230, 100),
