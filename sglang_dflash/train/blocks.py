@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,13 +53,18 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     )
 
 
+class TargetPass(NamedTuple):
+    features: Tensor  # [b, S, K * H]
+    hidden: Tensor  # [b, S, H]; what the head reads
+
+
 @torch.no_grad()
-def layer_features(
+def run_target(
     target: PreTrainedModel,
     token_ids: Tensor,  # [b, S] int64
     layer_ids: Sequence[int],
-) -> Tensor:
-    """Return the features of every token, [b, S, K * H], without running the target's head."""
+) -> TargetPass:
+    """Return the features and the final hidden state of every token; the head does not run."""
     check_layer_ids(target, layer_ids)
     layers = decoder_layers(target)
     found: dict[int, Tensor] = {}
@@ -71,11 +77,12 @@ def layer_features(
 
     hooks = [layers[i].register_forward_hook(keep(i)) for i in set(layer_ids)]
     try:
-        target.base_model(input_ids=token_ids, use_cache=False)
+        output = target.base_model(input_ids=token_ids, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
-    return torch.cat([found[i] for i in layer_ids], dim=-1)
+    features = torch.cat([found[i] for i in layer_ids], dim=-1)
+    return TargetPass(features, output.last_hidden_state)
 
 
 def embed_blocks(
@@ -95,11 +102,11 @@ def run_blocks(
     batch: Batch,
     anchors: Tensor,  # [b, N] int64
     *,
+    features: Tensor,  # [b, S, K * H]
     attention: str,
 ) -> Tensor:
     """Return the normed hidden states of the drafted slots, [b, N, B - 1, H]."""
     config = drafter.config
-    features = layer_features(target, batch.token_ids, config.target_layer_ids)
     places = torch.arange(features.shape[1], device=features.device).expand_as(batch.token_ids)
     positions = anchors[:, :, None] + torch.arange(config.block_size, device=anchors.device)
     x = embed_blocks(target, drafter, batch, anchors).flatten(1, 2)

@@ -117,7 +117,8 @@ def _training(run: dict[str, Any], scores: dict[str, Any]) -> str:
     cut = f" (stopped after {share:.0%} of the schedule)" if share < 1 else ""
     return (
         f"{scores.get('step', 0)} steps in {scores.get('seconds', 0) / 60:.1f} minutes{cut} on "
-        f"{run['device']}, seed {run['settings']['seed']}. {used}.\n\n{commands}"
+        f"{run['device']}, seed {run['settings']['seed']}, {run['settings']['labels']} labels. "
+        f"{used}.\n\n{commands}"
     )
 
 

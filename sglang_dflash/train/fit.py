@@ -98,6 +98,7 @@ def _start(
         drafter=drafter,
         generator=torch.Generator().manual_seed(options.seed),
         blocks=blocks,
+        soft=options.labels == "soft",
         weigh=dpace_weights() if options.loss == "dpace" else decay_weights(options.gamma),
         chunk=options.chunk_rows,
         attention=attention,

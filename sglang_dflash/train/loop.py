@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 
 from sglang_dflash.reference.model import Drafter
 from sglang_dflash.train.batches import Batch
-from sglang_dflash.train.blocks import run_blocks
+from sglang_dflash.train.blocks import TargetPass, run_blocks, run_target
 from sglang_dflash.train.loss import (
     Anchors,
     Labels,
     Weighting,
-    chunked_cross_entropy,
     decay_weights,
     make_labels,
+    row_losses,
     sample_anchors,
     weighted_mean,
 )
@@ -171,6 +171,7 @@ class DrafterLoss:
     drafter: Drafter
     generator: torch.Generator  # on the CPU, so that a seed means the same anchors everywhere
     blocks: int = 64  # per batch, shared evenly by its rows
+    soft: bool = False  # learn what the target predicts, not only what it said
     weigh: Weighting = field(default_factory=lambda: decay_weights(7.0))
     chunk: int = 4096  # rows of logits at a time
     attention: str = "sdpa"
@@ -179,18 +180,24 @@ class DrafterLoss:
         anchors, labels = self.draw(batch)
         # found on the CPU: to find them on the device would mean to wait for it
         rows = labels.exist.flatten().nonzero().flatten()
+        sequences = torch.arange(len(batch.lens))[:, None, None] * batch.token_ids.shape[1]
+        before = (sequences + labels.before).flatten()[rows]
         device = self.target.device
-        hidden = self.hidden(batch, anchors)
+        seen = self.run_target(batch)
+        hidden = self.hidden(batch, anchors, seen.features)
         rows, exist = rows.to(device), labels.exist.to(device)
-        losses = chunked_cross_entropy(
+        config = self.target.config.get_text_config()
+        found = row_losses(
             hidden.flatten(0, 2).index_select(0, rows),
             labels.token_ids.to(device).flatten()[rows],
+            taught=seen.hidden.flatten(0, 1)[before.to(device)] if self.soft else None,
             head=self.target.get_output_embeddings(),
+            logit_cap=getattr(config, "final_logit_softcapping", None) or 0.0,
             chunk=self.chunk,
         )
-        spread = losses.new_zeros(exist.numel()).index_copy(0, rows, losses.detach())
-        weights = self.weigh(spread.view(exist.shape), exist)
-        return weighted_mean(losses, weights.flatten()[rows])
+        surprise = found.surprise.new_zeros(exist.numel()).index_copy(0, rows, found.surprise)
+        weights = self.weigh(surprise.view(exist.shape), exist)
+        return weighted_mean(found.losses, weights.flatten()[rows])
 
     def draw(self, batch: Batch) -> tuple[Anchors, Labels]:
         """Draw the anchors of a batch that is still on the CPU."""
@@ -200,7 +207,11 @@ class DrafterLoss:
         size = self.drafter.config.block_size
         return anchors, make_labels(batch.token_ids, batch.answer_mask, anchors, block_size=size)
 
-    def hidden(self, batch: Batch, anchors: Anchors) -> Tensor:
+    def run_target(self, batch: Batch) -> TargetPass:
+        ids = batch.token_ids.to(self.target.device)
+        return run_target(self.target, ids, self.drafter.config.target_layer_ids)
+
+    def hidden(self, batch: Batch, anchors: Anchors, features: Tensor) -> Tensor:
         """Return the drafter's hidden states of the drafted slots, [b, N, B - 1, H]."""
         device = self.target.device
         return run_blocks(
@@ -208,6 +219,7 @@ class DrafterLoss:
             self.drafter,
             batch.to(device),
             anchors.positions.to(device),
+            features=features,
             attention=self.attention,
         )
 
@@ -216,7 +228,7 @@ class DrafterLoss:
         """Return (tokens, blocks): what the drawn blocks would commit if verified by the text."""
         anchors, labels = self.draw(batch)
         head = self.target.get_output_embeddings()
-        hidden = self.hidden(batch, anchors).flatten(0, 2)
+        hidden = self.hidden(batch, anchors, self.run_target(batch).features).flatten(0, 2)
         drafts = [head(part.to(head.weight.dtype)).argmax(-1) for part in hidden.split(self.chunk)]
         right = torch.cat(drafts).cpu().view_as(labels.token_ids) == labels.token_ids
         correct = (right & labels.exist).long().cumprod(-1).sum()

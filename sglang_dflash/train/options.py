@@ -18,6 +18,7 @@ FIXED = (
     "held_out",
     "tokens_per_batch",
     "anchors",
+    "labels",
     "loss",
     "gamma",
     "optimizer",
@@ -112,9 +113,20 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     add("--anchors", type=int, default=96, help="blocks in a sequence of --max-length tokens")
     add("--optimizer", choices=("muon", "adamw"), default="muon")
     add("--learning-rate", type=float, default=1e-3)
-    add("--loss", choices=("decay", "dpace"), default="dpace")
+    add(
+        "--labels",
+        choices=("soft", "hard"),
+        default="soft",
+        help="what the target predicts for each token, or only the token it said",
+    )
+    add(
+        "--loss",
+        choices=("decay", "dpace"),
+        default="dpace",
+        help="how the slots of a block are weighed",
+    )
     add("--gamma", type=float, help="of --loss decay; default 7 for block 16, 5 for 10, 4 for 8")
-    add("--chunk-rows", type=int, default=8192, help="rows of logits in memory at once")
+    add("--chunk-rows", type=int, default=4096, help="rows of logits in memory at once")
     add("--attention", choices=("auto", "sdpa", "flex"), default="auto", help="of the blocks")
 
 

@@ -165,7 +165,9 @@ def _claim(run: Run) -> None:
         raise ValueError(f"--evaluate-only found no drafter in {run.out / 'drafter'}. Train first.")
     settings = {name: getattr(options, name) for name in FIXED}
     was = known.get("settings", settings)
-    changed = [f"{n} was {was[n]!r}, now {settings[n]!r}" for n in FIXED if was[n] != settings[n]]
+    changed = [
+        f"{n} was {was.get(n)!r}, now {settings[n]!r}" for n in FIXED if was.get(n) != settings[n]
+    ]
     if changed:
         raise ValueError(
             f"--out {run.out} holds a run with other settings: {'; '.join(changed)}. Repeat the "

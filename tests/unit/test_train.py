@@ -20,17 +20,17 @@ from sglang_dflash.reference.model import FULL, SLIDING, Drafter, DrafterConfig
 from sglang_dflash.train import grammar
 from sglang_dflash.train.answers import Answer
 from sglang_dflash.train.batches import Batches, collate, encode_chat, encode_prompt
-from sglang_dflash.train.blocks import layer_features, run_blocks
+from sglang_dflash.train.blocks import run_blocks, run_target
 from sglang_dflash.train.data import make_conversations, sample_prompts, split_of
 from sglang_dflash.train.evaluate import Ideal, evaluate, grammar_answers
 from sglang_dflash.train.export import export_drafter, export_target, round_to_bfloat16
 from sglang_dflash.train.loop import DrafterLoss, Schedule, optimise, target_loss
 from sglang_dflash.train.loss import (
     Anchors,
-    chunked_cross_entropy,
     decay_weights,
     dpace_weights,
     make_labels,
+    row_losses,
     sample_anchors,
     weighted_mean,
 )
@@ -113,20 +113,57 @@ def test_loss_is_the_weighted_mean():
     assert weighted_mean(torch.zeros(0), torch.zeros(0)).item() == 0
 
 
-def test_chunks_of_logits_change_neither_loss_nor_gradient():
-    """If this broke, bounded memory would cost correctness."""
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+@pytest.mark.parametrize("soft", [False, True])
+def test_losses_by_hand_are_those_of_torch(soft: bool, cap: float):
+    """If this broke, bounded memory would cost correctness: the gradient is not torch's own."""
     torch.manual_seed(0)
-    head = torch.nn.Linear(8, 50, bias=False).requires_grad_(False)
+    head = torch.nn.Linear(8, 50).requires_grad_(False)
     labels = torch.randint(50, (23,))
-    whole = torch.randn(23, 8, requires_grad=True)
+    whole = (3 * torch.randn(23, 8)).requires_grad_(True)
     chunked = whole.detach().clone().requires_grad_(True)
-    weights = torch.rand(23)
-    expected = F.cross_entropy(head(whole), labels, reduction="none")
-    found = chunked_cross_entropy(chunked, labels, head=head, chunk=5)
-    torch.testing.assert_close(found, expected)
+    taught, weights = torch.randn(23, 8), torch.rand(23)
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        return cap * torch.tanh(head(hidden) / cap) if cap else head(hidden)
+
+    surprise = F.cross_entropy(logits(whole), labels, reduction="none")
+    predicted = logits(taught).softmax(-1)
+    expected = F.cross_entropy(logits(whole), predicted, reduction="none") if soft else surprise
+    found = row_losses(
+        chunked, labels, taught=taught if soft else None, head=head, logit_cap=cap, chunk=5
+    )
+    torch.testing.assert_close(found.losses, expected)
+    torch.testing.assert_close(found.surprise, surprise)
+    assert not found.surprise.requires_grad
     (expected * weights).sum().backward()
-    (found * weights).sum().backward()
+    (found.losses * weights).sum().backward()
     torch.testing.assert_close(chunked.grad, whole.grad)
+
+
+def test_soft_labels_are_what_the_target_predicts_for_each_slot(examples):
+    """If this broke, a drafter would learn the prediction for another place than its own."""
+    target, drafter = make_target().eval().requires_grad_(False), make_drafter()
+    batch = collate(examples[:3], pad_id=0)
+
+    def loss(soft: bool) -> DrafterLoss:
+        generator = torch.Generator().manual_seed(0)
+        return DrafterLoss(target=target, drafter=drafter, generator=generator, soft=soft)
+
+    anchors, labels = loss(soft=True).draw(batch)
+    features = loss(soft=True).run_target(batch).features
+    hidden = loss(soft=True).hidden(batch, anchors, features)
+    log_odds = target.get_output_embeddings()(hidden).log_softmax(-1)
+    predicted = target(batch.token_ids).logits.softmax(-1)
+    total = weight = 0.0
+    for b, n, k in labels.exist.nonzero().tolist():
+        place = int(anchors.positions[b, n]) + 1 + k
+        assert batch.token_ids[b, place] == labels.token_ids[b, n, k]
+        each = math.exp(-k / 7)
+        total += each * float(-(predicted[b, place - 1] * log_odds[b, n, k]).sum())
+        weight += each
+    assert loss(soft=True)(batch).item() == pytest.approx(total / weight, rel=1e-5)
+    assert loss(soft=False)(batch).item() != pytest.approx(total / weight, rel=1e-2)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flex"])
@@ -137,8 +174,10 @@ def test_blocks_in_training_are_those_of_the_oracle(examples, attention):
     assert batch.token_ids.shape[1] % 16 == 0
     anchors = sample_anchors(batch.answer_mask, 5, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        found = run_blocks(target, drafter, batch, anchors.positions, attention=attention)
         features = capture_features(target, batch.token_ids, (0, 1))
+        found = run_blocks(
+            target, drafter, batch, anchors.positions, features=features, attention=attention
+        )
         places = torch.arange(features.shape[1]).expand_as(batch.token_ids)
         ids = torch.full((*anchors.positions.shape, 8), 3)
         ids[:, :, 0] = batch.token_ids.gather(1, anchors.positions)
@@ -156,7 +195,7 @@ def test_features_are_the_outputs_of_the_named_layers_in_order():
     target = make_target().eval()
     ids = torch.tensor([[5, 6, 7]])
     torch.testing.assert_close(
-        layer_features(target, ids, (1, 0)), capture_features(target, ids, (1, 0))
+        run_target(target, ids, (1, 0)).features, capture_features(target, ids, (1, 0))
     )
 
 
