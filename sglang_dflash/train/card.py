@@ -115,10 +115,11 @@ def _training(run: dict[str, Any], scores: dict[str, Any]) -> str:
     used = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     share = scores.get("share", 1.0)
     cut = f" (stopped after {share:.0%} of the schedule)" if share < 1 else ""
+    settings = run["settings"]
     return (
         f"{scores.get('step', 0)} steps in {scores.get('seconds', 0) / 60:.1f} minutes{cut} on "
-        f"{run['device']}, seed {run['settings']['seed']}, {run['settings']['labels']} labels. "
-        f"{used}.\n\n{commands}"
+        f"{run['device']}: {settings['labels']} labels, {settings['optimizer']}, seed "
+        f"{settings['seed']}. {used}.\n\n{commands}"
     )
 
 

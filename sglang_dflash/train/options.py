@@ -111,7 +111,12 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     add("--checkpoint-every", type=float, default=5.0, help="minutes")
     add("--tokens-per-batch", type=int, default=32768, help="padding included")
     add("--anchors", type=int, default=96, help="blocks in a sequence of --max-length tokens")
-    add("--optimizer", choices=("muon", "adamw"), default="muon")
+    add(
+        "--optimizer",
+        choices=("auto", "muon", "adamw"),
+        default="auto",
+        help="auto: muon on a GPU, adamw on a CPU, where Muon's bf16 products may take seconds",
+    )
     add("--learning-rate", type=float, default=1e-3)
     add(
         "--labels",

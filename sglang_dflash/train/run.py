@@ -134,6 +134,8 @@ def prepare(options: argparse.Namespace) -> Run:
         stop=stop,
     )
     device = _device(options.device)
+    if options.optimizer == "auto":
+        options.optimizer = "muon" if device.type == "cuda" else "adamw"
     run = Run(options=options, device=device, drafter=drafter, tokenizer=tokenizer, stop=stop)
     _claim(run)
     return run

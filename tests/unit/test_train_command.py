@@ -110,7 +110,10 @@ def test_the_card_says_what_was_done(out: Path, prompts: list[Path]):
         ("chats.jsonl", 3),
         ("lines.txt", 2),
     ]
-    for text in (run["files"][0]["sha256"], "--held-out=3", "Apache-2.0", "5 steps", "| 1 | 1 |"):
+    for text in (
+        *(run["files"][0]["sha256"], "--held-out=3", "Apache-2.0", "5 steps", "| 1 | 1 |"),
+        "a CPU: soft labels, adamw, seed 0.",
+    ):
         assert text in card, text
     greedy = sum(not a.temperature for a in read_answers(answer_files(out)).values())
     assert f"Temperatures: 0 ({greedy} answers), " in card
