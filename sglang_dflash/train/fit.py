@@ -21,6 +21,7 @@ from sglang_dflash.train.batches import Batch, Batches, Example, collate
 from sglang_dflash.train.blocks import choose_attention
 from sglang_dflash.train.loop import DrafterLoss, Schedule, Training
 from sglang_dflash.train.loss import decay_weights, dpace_weights
+from sglang_dflash.train.shape import find_drafter
 
 # how often held-out text is looked at, over the whole training
 LOOKS = 25
@@ -77,7 +78,10 @@ def _start(
 ) -> tuple[Training, DrafterLoss]:
     torch.manual_seed(options.seed)
     # made on the CPU, so that a seed means the same weights everywhere
-    drafter = Drafter(config).to(target.device)
+    drafter = Drafter(config)
+    if options.init_from:
+        drafter = Drafter.from_pretrained(find_drafter(options.init_from)).requires_grad_(True)
+    drafter = drafter.to(target.device)
     schedule = Schedule(
         steps=options.steps,
         seconds=options.minutes * 60 if options.minutes else None,

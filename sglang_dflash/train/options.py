@@ -8,6 +8,7 @@ from pathlib import Path
 # what decides the data or the weights: a run that continues another must agree in these
 FIXED = (
     "model_path",
+    "init_from",
     "layers",
     "block_size",
     "target_layer_ids",
@@ -24,6 +25,15 @@ FIXED = (
     "optimizer",
     "seed",
 )
+
+# a drafter's shape, and what it is unless asked for; None is chosen by the target
+SHAPE = {
+    "layers": 4,
+    "block_size": 16,
+    "target_layer_ids": None,
+    "mask_token_id": None,
+    "sliding_window": 0,
+}
 
 
 def add_train_options(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +91,9 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
 
 def _add_drafter(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--layers", type=int, default=4)
-    add("--block-size", type=int, default=16)
+    add("--init-from", help="a drafter to train further, a folder or name; it brings its shape")
+    add("--layers", type=int, help=f"default {SHAPE['layers']}")
+    add("--block-size", type=int, help=f"default {SHAPE['block_size']}")
     add(
         "--target-layer-ids",
         type=int,
@@ -98,8 +109,7 @@ def _add_drafter(group: argparse._ArgumentGroup) -> None:
     add(
         "--sliding-window",
         type=int,
-        default=0,
-        help="tokens that every layer but the last sees; 0: all layers are full",
+        help="tokens that every layer but the last sees; default: all layers are full",
     )
 
 
@@ -180,7 +190,8 @@ def default_gamma(block_size: int) -> float:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse what can be refused before anything is loaded."""
+    """Refuse what can be refused before anything is loaded, and fill in what depends on others."""
+    _settle_shape(options)
     if options.prompts and options.answers:
         raise ValueError(
             "Both --prompts and --answers were given. Answers bring their prompts: pass only one."
@@ -200,7 +211,8 @@ def check_options(options: argparse.Namespace) -> None:
         "engine_rows": 1,
     }
     for name, low in least.items():
-        if getattr(options, name) < low:
+        # a shape that is still to come has been checked
+        if getattr(options, name) is not None and getattr(options, name) < low:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} is {getattr(options, name)}. Pass {low} or more.")
     if options.tokens_per_batch < options.max_length:
@@ -219,7 +231,17 @@ def check_options(options: argparse.Namespace) -> None:
             f"--gamma {options.gamma:g} was given, but --loss {options.loss} has no such setting. "
             "Add --loss decay, or drop --gamma."
         )
-    if options.gamma is None:
-        options.gamma = default_gamma(options.block_size)
     if options.steps is None and options.minutes is None:
         options.steps = 3000
+
+
+def _settle_shape(options: argparse.Namespace) -> None:
+    given = [name for name in SHAPE if getattr(options, name) is not None]
+    if options.init_from and given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(
+            f"With --init-from {options.init_from} the shape is that drafter's. Drop {flags}."
+        )
+    if not options.init_from:
+        for name in SHAPE.keys() - set(given):
+            setattr(options, name, SHAPE[name])

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from sglang_dflash.reference.generate import generate
@@ -32,9 +32,21 @@ from sglang_dflash.train import answers as store
 from sglang_dflash.train.card import versions, write_card
 from sglang_dflash.train.evaluate import Ideal, accept_length, histogram, sample_at
 from sglang_dflash.train.fit import fit
-from sglang_dflash.train.options import FIXED, check_options, read_share, read_temperatures
+from sglang_dflash.train.options import (
+    FIXED,
+    SHAPE,
+    check_options,
+    default_gamma,
+    read_share,
+    read_temperatures,
+)
 from sglang_dflash.train.prompts import check_template, read_prompts, sha256
-from sglang_dflash.train.shape import load_target_parts, make_drafter_config
+from sglang_dflash.train.shape import (
+    find_drafter,
+    load_target_parts,
+    make_drafter_config,
+    read_drafter_config,
+)
 
 # starts an engine for the target's answers; the caller knows one, because only it knows SGLang
 Engine = Callable[..., AbstractContextManager[store.Ask]]
@@ -123,22 +135,25 @@ def prepare(options: argparse.Namespace) -> Run:
             f"--max-length {options.max_length} is more than the {config.max_position_embeddings} "
             "positions of the target. Lower it."
         )
-    drafter = make_drafter_config(
-        config,
-        tokenizer,
-        layers=options.layers,
-        block_size=options.block_size,
-        target_layer_ids=options.target_layer_ids,
-        mask_token_id=options.mask_token_id,
-        sliding_window=options.sliding_window,
-        stop=stop,
-    )
+    drafter = _shape(options, config, tokenizer, stop)
+    if options.gamma is None:
+        options.gamma = default_gamma(drafter.block_size)
     device = _device(options.device)
     if options.optimizer == "auto":
         options.optimizer = "muon" if device.type == "cuda" else "adamw"
     run = Run(options=options, device=device, drafter=drafter, tokenizer=tokenizer, stop=stop)
     _claim(run)
     return run
+
+
+def _shape(
+    options: argparse.Namespace, target: PretrainedConfig, tokenizer: Any, stop: Sequence[int]
+) -> DrafterConfig:
+    """Return the drafter's config: a new one, or that of the drafter to begin with."""
+    if not options.init_from:
+        asked = {name: getattr(options, name) for name in SHAPE}
+        return make_drafter_config(target, tokenizer, **asked, stop=stop)
+    return read_drafter_config(find_drafter(options.init_from), target)
 
 
 def _device(name: str) -> torch.device:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from sglang_dflash.reference.model import FULL, SLIDING, DrafterConfig
@@ -31,6 +33,43 @@ def load_target_parts(model_path: str) -> tuple[PretrainedConfig, Any, tuple[int
         ends = config.eos_token_id
     found = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
     return config, tokenizer, tuple(sorted(i for i in found if i is not None))
+
+
+def find_drafter(name: str) -> Path:
+    """Return the folder of a drafter, from a folder or a Hugging Face name."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(name))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--init-from {name} is no folder, and no name that can be downloaded: "
+            f"{str(error).splitlines()[0]} Pass a drafter's folder, or a name you have access to."
+        ) from None
+
+
+def read_drafter_config(folder: Path, target: PretrainedConfig) -> DrafterConfig:
+    """Return the config of a drafter that is to be trained further, if it suits the target."""
+    try:
+        config = DrafterConfig.from_json(json.loads((folder / "config.json").read_text()))
+    except OSError:
+        raise ValueError(f"--init-from {folder} has no config.json. Pass a drafter.") from None
+    wanted = {
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "num_target_layers": target.num_hidden_layers,
+    }
+    wrong = [
+        f"{name} {getattr(config, name)} and the target's is {value}"
+        for name, value in wanted.items()
+        if getattr(config, name) != value
+    ]
+    if wrong:
+        raise ValueError(
+            f"--init-from {folder} is a drafter for another target: {', '.join(wrong)}. Pass this "
+            "target's own, or train a new one without --init-from."
+        )
+    return config
 
 
 def spread_layer_ids(count: int, features: int = FEATURE_LAYERS) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash.__main__ import main
-from sglang_dflash.pairs import tiny_target
+from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.reference.generate import generate_plain
 from sglang_dflash.reference.model import FULL, SLIDING, Drafter
 from sglang_dflash.train.answers import (
@@ -342,7 +342,13 @@ REFUSALS = {
     "held out": (["--held-out", "13"], "13 answers were found and --held-out is 13"),
     "target": (["--model-path", str(Path(__file__).parent)], "(a folder) has no model"),
     "evaluate": (["--evaluate-only"], "--evaluate-only found no drafter"),
+    "two shapes": (
+        ["--init-from", str(tiny_drafter())],
+        "the shape is that drafter's. Drop --layers, --sliding-window.",
+    ),
 }
+SMALL_SHAPE = ("--layers=2", "--sliding-window=32")
+UNSHAPED = tuple(argument for argument in SMALL if argument not in SMALL_SHAPE)
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -354,6 +360,37 @@ def test_what_cannot_work_is_refused_with_the_reason(
     given = (*SMALL, "--answers", *answer_files(out), "--out", tmp_path / "out", *arguments)
     assert train(*given) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_a_drafter_is_trained_further_from_its_own_weights(out: Path, tmp_path: Path):
+    """If this broke, a released drafter could not be fitted to somebody's own text."""
+    answers, folder = answer_files(out), tmp_path / "out"
+    given = ("--answers", *answers, "--init-from", tiny_drafter(), "--learning-rate", "1e-5")
+    assert train(*UNSHAPED, *given, "--out", folder, "--steps", "2") == 0
+    before, after = (Drafter.from_pretrained(d) for d in (tiny_drafter(), folder / "drafter"))
+    assert after.config == before.config
+    was, now = (torch.cat([p.flatten() for p in d.parameters()]) for d in (before, after))
+    assert 0 < (now - was).norm() < 0.01 * was.norm()
+    assert f"--init-from {tiny_drafter()}" in (folder / "drafter" / "README.md").read_text()
+
+
+def test_what_cannot_be_trained_further_is_refused(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    other = tmp_path / "other"
+    other.mkdir()
+    raw = json.loads((tiny_drafter() / "config.json").read_text())
+    reasons = {
+        "no/such/drafter": "is no folder, and no name that can be downloaded",
+        str(tmp_path): "has no config.json. Pass a drafter.",
+        str(tiny_target()): "it is not a DFlash drafter",
+        str(other): "for another target: hidden_size 64 and the target's is 128",
+    }
+    (other / "config.json").write_text(json.dumps(raw | {"hidden_size": 64}))
+    for name, reason in reasons.items():
+        given = ("--answers", *answer_files(out), "--init-from", name, "--out", tmp_path / "out")
+        assert train(*UNSHAPED, *given) == 2
+        assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
