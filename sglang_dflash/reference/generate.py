@@ -133,7 +133,12 @@ def prefill(
 
 @torch.no_grad()
 def draft_block(
-    target: PreTrainedModel, drafter: Drafter, state: Decoding, *, block_size: int
+    target: PreTrainedModel,
+    drafter: Drafter,
+    state: Decoding,
+    *,
+    block_size: int,
+    choose: Choose = greedy,
 ) -> Block:
     """Draft block_size - 1 tokens after the anchor in one pass; `state` is not changed."""
     config = drafter.config
@@ -144,9 +149,11 @@ def draft_block(
     embeddings = target.get_input_embeddings()(ids).to(drafter.fc.weight.dtype)
     hidden = drafter(embeddings, positions, context=state.context)
     head = target.get_output_embeddings()
+    drafts: list[int] = []
     # column k predicts its own position; a logit softcap would not change the argmax
-    drafts = head(hidden[0, 1:].to(head.weight.dtype)).argmax(-1)
-    return Block(state.start, (anchor, *drafts.tolist()))
+    for logits in head(hidden[0, 1:].to(head.weight.dtype)):
+        drafts.append(choose(logits, [*state.token_ids, *drafts]))
+    return Block(state.start, (anchor, *drafts))
 
 
 @torch.no_grad()
@@ -190,10 +197,12 @@ def generate(
     eos_token_ids: Collection[int] = (),
     block_size: int | None = None,
     choose: Choose = greedy,
+    draft: Choose = greedy,
 ) -> Generation:
     """Decode with DFlash: the same tokens as `generate_plain`, in fewer target passes.
 
-    `block_size` None means the one the drafter was trained with.
+    `block_size` None means the one the drafter was trained with. `draft` chooses the drafts, from
+    the drafter's logits: it decides how many passes it takes, and nothing else.
     """
     block_size = _check_block_size(drafter, block_size)
     prompt_len = len(input_ids)
@@ -201,7 +210,7 @@ def generate(
     blocks, commit_lens = [], []
     kept = _keep(state.token_ids[prompt_len:], max_new_tokens, eos_token_ids)
     while kept is None:
-        block = draft_block(target, drafter, state, block_size=block_size)
+        block = draft_block(target, drafter, state, block_size=block_size, choose=draft)
         blocks.append(block)
         commit_lens.append(verify_block(target, drafter, state, block=block, choose=choose))
         kept = _keep(state.token_ids[prompt_len:], max_new_tokens, eos_token_ids)

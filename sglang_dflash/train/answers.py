@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -115,7 +116,7 @@ def answer_questions(
             bar.set_postfix_str(f"{tokens / (time.monotonic() - began):.0f} tokens/s")
 
 
-def watch(items: Sequence[str], label: str) -> Iterable[str]:
+def watch(items: Sequence[Any], label: str) -> Iterable[Any]:
     return tqdm(items, desc=label, unit=" prompts")
 
 

@@ -42,14 +42,18 @@ def histogram(generations: Sequence[Generation]) -> dict[int, int]:
 
 
 def sample_at(temperature: float, *, seed: int) -> Choose:
-    """Return a rule that draws each token from its whole distribution; 0 is greedy."""
+    """Return a rule that draws each token from its whole distribution; 0 is greedy.
+
+    A place has its own noise, whichever logits it is added to: drafts that are chosen by the same
+    rule are drawn with the noise of the target's choices, as they are served.
+    """
     if not temperature:
         return greedy
-    generator = torch.Generator().manual_seed(seed)
 
-    def choose(logits: Tensor, _before: Sequence[int]) -> int:
-        odds = torch.softmax(logits.float().cpu() / temperature, dim=-1)
-        return int(torch.multinomial(odds, 1, generator=generator))
+    def choose(logits: Tensor, before: Sequence[int]) -> int:
+        generator = torch.Generator().manual_seed((seed << 32) + len(before))
+        waited = torch.empty(logits.shape[0]).exponential_(generator=generator)
+        return int((logits.float().cpu() / temperature - waited.log()).argmax())
 
     return choose
 

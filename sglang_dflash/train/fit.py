@@ -77,11 +77,12 @@ def _start(
     target: PreTrainedModel, config: DrafterConfig, options: argparse.Namespace
 ) -> tuple[Training, DrafterLoss]:
     torch.manual_seed(options.seed)
-    # made on the CPU, so that a seed means the same weights everywhere
-    drafter = Drafter(config)
     if options.init_from:
         drafter = Drafter.from_pretrained(find_drafter(options.init_from)).requires_grad_(True)
-    drafter = drafter.to(target.device)
+    else:
+        # made on the CPU, so that a seed means the same weights everywhere
+        drafter = Drafter(config)
+    drafter.to(target.device)
     schedule = Schedule(
         steps=options.steps,
         seconds=options.minutes * 60 if options.minutes else None,

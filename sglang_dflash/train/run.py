@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from sglang_dflash.reference.generate import generate
+from sglang_dflash.reference.generate import generate, greedy
 from sglang_dflash.reference.model import Drafter, DrafterConfig
 from sglang_dflash.train import answers as store
 from sglang_dflash.train.card import versions, write_card
@@ -55,8 +55,8 @@ Engine = Callable[..., AbstractContextManager[store.Ask]]
 THINKING = {"on": True, "off": False, "default": None}
 # answers that are written together: what a call that is cut off loses
 ENGINE_GROUP, TRANSFORMERS_GROUP = 2048, 64
-# temperatures of the real decoding loop
-EVALUATED = (0.0, 1.0)
+# temperature and drafts of the real decoding loop
+EVALUATED = ((0.0, "likeliest"), (1.0, "likeliest"), (1.0, "drawn"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,32 +346,8 @@ def evaluate_drafter(
     options = run.options
     drafter = Drafter.from_pretrained(run.out / "drafter", target.dtype).to(run.device)
     keys = list(answers)[: min(options.held_out, options.evaluate_prompts)]
-    loops = []
-    for temperature in EVALUATED:
-        choose = Ideal(sample_at(temperature, seed=options.seed))
-        generations = []
-        for key in store.watch(keys, f"evaluate at temperature {temperature:g}"):
-            prompt = answers[key].prompt_ids.tolist()
-            generation = generate(
-                target,
-                drafter,
-                prompt,
-                max_new_tokens=options.evaluate_tokens,
-                eos_token_ids=run.stop,
-                choose=choose,
-            )
-            choose.count(generation, prompt_len=len(prompt), block_size=drafter.config.block_size)
-            generations.append(generation)
-        loops.append(
-            {
-                "temperature": temperature,
-                "prompts": len(keys),
-                "verify_steps": sum(len(g.blocks) for g in generations),
-                "accept_length": accept_length(generations),
-                "ideal": choose.accept_length,
-                "histogram": histogram(generations),
-            }
-        )
+    prompts = [answers[key].prompt_ids.tolist() for key in keys]
+    loops = [_decode(run, target, drafter, prompts, *how) for how in EVALUATED]
     scores = run.read("scores.json") | {
         "loops": loops,
         "evaluate_tokens": options.evaluate_tokens,
@@ -392,8 +368,43 @@ def evaluate_drafter(
     for loop in loops:
         print(
             f"train: accept length {loop['accept_length']:.2f} at temperature "
-            f"{loop['temperature']:g} over {loop['verify_steps']} verify steps (an ideal drafter: "
-            f"{loop['ideal']:.2f})",
+            f"{loop['temperature']:g}, {loop['drafts']} drafts, over {loop['verify_steps']} verify "
+            f"steps (an ideal drafter of likeliest tokens: {loop['ideal']:.2f})",
             flush=True,
         )
     return scores
+
+
+def _decode(
+    run: Run,
+    target: PreTrainedModel,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    temperature: float,
+    drafts: str,
+) -> dict[str, Any]:
+    """Answer the prompts in the real loop; return what was accepted."""
+    rule = sample_at(temperature, seed=run.options.seed)
+    choose = Ideal(rule)
+    generations = []
+    for prompt in store.watch(prompts, f"evaluate at temperature {temperature:g}, {drafts} drafts"):
+        generation = generate(
+            target,
+            drafter,
+            prompt,
+            max_new_tokens=run.options.evaluate_tokens,
+            eos_token_ids=run.stop,
+            choose=choose,
+            draft=rule if drafts == "drawn" else greedy,
+        )
+        choose.count(generation, prompt_len=len(prompt), block_size=drafter.config.block_size)
+        generations.append(generation)
+    return {
+        "temperature": temperature,
+        "drafts": drafts,
+        "prompts": len(prompts),
+        "verify_steps": sum(len(g.blocks) for g in generations),
+        "accept_length": accept_length(generations),
+        "ideal": choose.accept_length,
+        "histogram": histogram(generations),
+    }

@@ -234,6 +234,10 @@ def test_drafting_changes_no_token_of_a_seeded_draw(kind: str):
     plain = generate_plain(target, prompt, max_new_tokens=40, choose=choose)
     drafted = generate(target, drafter, prompt, max_new_tokens=40, block_size=5, choose=choose)
     assert drafted.token_ids == plain
+    drawn = generate(
+        target, drafter, prompt, max_new_tokens=40, block_size=5, choose=choose, draft=choose
+    )
+    assert drawn.token_ids == plain and drawn.blocks != drafted.blocks
     assert plain != generate_plain(target, prompt, max_new_tokens=40)
 
 

@@ -11,6 +11,7 @@ from random import Random
 import pytest
 import torch
 from safetensors.torch import load_file
+from scipy.stats import chisquare
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -22,7 +23,7 @@ from sglang_dflash.train.answers import Answer
 from sglang_dflash.train.batches import Batches, collate, encode_chat, encode_prompt
 from sglang_dflash.train.blocks import run_blocks, run_target
 from sglang_dflash.train.data import make_conversations, sample_prompts, split_of
-from sglang_dflash.train.evaluate import Ideal, evaluate, grammar_answers
+from sglang_dflash.train.evaluate import Ideal, evaluate, grammar_answers, sample_at
 from sglang_dflash.train.export import export_drafter, export_target, round_to_bfloat16
 from sglang_dflash.train.loop import DrafterLoss, Schedule, optimise, target_loss
 from sglang_dflash.train.loss import (
@@ -319,6 +320,16 @@ def test_a_few_steps_lower_the_drafter_loss_and_leave_the_target_alone(examples,
     )
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), losses
     assert all(torch.equal(v, before[k]) for k, v in target.state_dict().items())
+
+
+def test_each_place_has_its_own_draw_from_the_whole_distribution():
+    """If this broke, a card would give a drafter the acceptance of another temperature."""
+    odds = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
+    rule = sample_at(2.0, seed=1)
+    found = torch.tensor([rule(2 * odds.log(), range(place)) for place in range(2000)])
+    assert chisquare(found.bincount(minlength=3), 2000 * odds).pvalue > 1e-3
+    assert [rule(2 * odds.log(), range(place)) for place in range(50)] == found[:50].tolist()
+    assert sample_at(0.0, seed=1)(odds, ()) == 0
 
 
 def test_an_ideal_drafter_stops_where_the_text_is_not_the_likeliest():

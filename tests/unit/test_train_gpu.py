@@ -78,4 +78,4 @@ def test_the_command_runs_on_a_gpu(tmp_path: Path, engine: str):
     subprocess.run([sys.executable, "-m", "sglang_dflash", *arguments], cwd=ROOT, check=True)
     assert Drafter.from_pretrained(tmp_path / "out" / "drafter").config.num_hidden_layers == 2
     scores = json.loads((tmp_path / "out" / "scores.json").read_text())
-    assert [loop["temperature"] for loop in scores["loops"]] == [0.0, 1.0]
+    assert [loop["temperature"] for loop in scores["loops"]] == [0.0, 1.0, 1.0]
