@@ -53,6 +53,7 @@ CASES = {
     "values wider than keys": Case(d=64, dv=128),
     "one query head per kv head": Case(heads=2),
     "group of 3": Case(heads=6, rows=5),
+    "group of 6": Case(heads=12, rows=16),
     "block of 2": Case(rows=2),
     "block of 7": Case(rows=7),
     "block of 32": Case(rows=32, lens=(40, 0)),
