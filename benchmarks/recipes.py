@@ -126,7 +126,6 @@ def run_cell(cell: Cell, options: argparse.Namespace, *, timeout_s: float) -> di
         found["memory_gb"] = systems.memory_by_part(state, server.log())
         if ours is not None:
             found["ours"] = {k: v for k, v in ours.items() if k not in ("acceptance", "drafter")}
-        systems.run_batch(server.url, systems.draw_prompts(1, 32, "warm-up", ids), 32, "greedy")
         found["points"] = []
         for num_requests in options.requests:
             rate, _, together = systems.decode_rate(

@@ -55,12 +55,6 @@ def serve(system: str, options: argparse.Namespace) -> ServerProcess:
     return ServerProcess([*command, *options.server_args], env=env, port=options.port)
 
 
-def warm_up(options: argparse.Namespace) -> None:
-    prompts = draw_prompts(1, 32, "warm-up", options.ids)
-    for sampling in options.sampling:
-        run_batch(options.url, prompts, 32, sampling)
-
-
 def measure(
     server: ServerProcess,
     num_requests: int,
@@ -140,7 +134,6 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
     try:
         server.wait()
         print(f"{system}: ready after {server.start_s:.0f} s", flush=True)
-        warm_up(options)
         points: list[dict[str, Any]] = []
         splits: list[dict[str, Any]] = []
         for context in options.contexts:

@@ -21,7 +21,6 @@ from sglang_dflash.train.batches import Batch, Batches, Example, collate
 from sglang_dflash.train.blocks import choose_attention
 from sglang_dflash.train.loop import DrafterLoss, Schedule, Training
 from sglang_dflash.train.loss import decay_weights, dpace_weights
-from sglang_dflash.train.shape import find_drafter
 
 # how often held-out text is looked at, over the whole training
 LOOKS = 25
@@ -33,12 +32,19 @@ def fit(
     target: PreTrainedModel,
     config: DrafterConfig,
     *,
+    begin_with: Path | None,
     answers: dict[str, Answer],
     options: argparse.Namespace,
     pad_id: int,
 ) -> bool:
     """Train a drafter into `options.out`; return False if it was paused before the end."""
-    training, loss_of = _start(target, config, options)
+    if begin_with:
+        drafter = Drafter.from_pretrained(begin_with).requires_grad_(True)
+    else:
+        torch.manual_seed(options.seed)
+        # made on the CPU, so that a seed means the same weights everywhere
+        drafter = Drafter(config)
+    training, loss_of = _start(target, drafter.to(target.device), options)
     examples = [answer.example(options.max_length) for answer in answers.values()]
     held_out, examples = examples[: options.held_out], examples[options.held_out :]
     multiple = GPU_MULTIPLE if target.device.type == "cuda" else 1
@@ -74,15 +80,8 @@ def fit(
 
 
 def _start(
-    target: PreTrainedModel, config: DrafterConfig, options: argparse.Namespace
+    target: PreTrainedModel, drafter: Drafter, options: argparse.Namespace
 ) -> tuple[Training, DrafterLoss]:
-    torch.manual_seed(options.seed)
-    if options.init_from:
-        drafter = Drafter.from_pretrained(find_drafter(options.init_from)).requires_grad_(True)
-    else:
-        # made on the CPU, so that a seed means the same weights everywhere
-        drafter = Drafter(config)
-    drafter.to(target.device)
     schedule = Schedule(
         steps=options.steps,
         seconds=options.minutes * 60 if options.minutes else None,
@@ -95,7 +94,7 @@ def _start(
             target.device,
             tokens_per_batch=options.tokens_per_batch,
             blocks=blocks,
-            block_size=config.block_size,
+            block_size=drafter.config.block_size,
             max_length=options.max_length,
         )
     loss_of = DrafterLoss(

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from sglang_dflash.reference.generate import generate, greedy
@@ -66,6 +66,7 @@ class Run:
     options: argparse.Namespace
     device: torch.device
     drafter: DrafterConfig
+    begin_with: Path | None  # a drafter to train further
     tokenizer: Any
     stop: tuple[int, ...]
 
@@ -106,6 +107,7 @@ def run_train(options: argparse.Namespace, *, engine: Engine | None = None) -> i
         finished = fit(
             target,
             run.drafter,
+            begin_with=run.begin_with,
             answers=found,
             options=options,
             pad_id=run.pad_id,
@@ -135,25 +137,27 @@ def prepare(options: argparse.Namespace) -> Run:
             f"--max-length {options.max_length} is more than the {config.max_position_embeddings} "
             "positions of the target. Lower it."
         )
-    drafter = _shape(options, config, tokenizer, stop)
+    begin_with = find_drafter(options.init_from) if options.init_from else None
+    if begin_with:
+        drafter = read_drafter_config(begin_with, config)
+    else:
+        asked = {name: getattr(options, name) for name in SHAPE}
+        drafter = make_drafter_config(config, tokenizer, **asked, stop=stop)
     if options.gamma is None:
         options.gamma = default_gamma(drafter.block_size)
     device = _device(options.device)
     if options.optimizer == "auto":
         options.optimizer = "muon" if device.type == "cuda" else "adamw"
-    run = Run(options=options, device=device, drafter=drafter, tokenizer=tokenizer, stop=stop)
+    run = Run(
+        options=options,
+        device=device,
+        drafter=drafter,
+        begin_with=begin_with,
+        tokenizer=tokenizer,
+        stop=stop,
+    )
     _claim(run)
     return run
-
-
-def _shape(
-    options: argparse.Namespace, target: PretrainedConfig, tokenizer: Any, stop: Sequence[int]
-) -> DrafterConfig:
-    """Return the drafter's config: a new one, or that of the drafter to begin with."""
-    if not options.init_from:
-        asked = {name: getattr(options, name) for name in SHAPE}
-        return make_drafter_config(target, tokenizer, **asked, stop=stop)
-    return read_drafter_config(find_drafter(options.init_from), target)
 
 
 def _device(name: str) -> torch.device:
