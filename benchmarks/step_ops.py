@@ -126,6 +126,7 @@ def cases(requests: int, ops: Ops, sizes: Sizes, dtype: torch.dtype, device: str
     yield maker.argmax_and_draw(ops, maker.noise(scale=0.0), "likeliest drafts")
     yield maker.argmax_and_draw(ops, maker.noise(), "likeliest drafts and drawn ones")
     yield maker.sample_rows(ops, theirs)
+    yield maker.verify_drawn(ops)
     yield maker.accept(ops, theirs)
     yield maker.context_hidden(ops, theirs)
     yield maker.write_context(ops, theirs)
@@ -393,6 +394,24 @@ class Maker:
             lambda turn: TORCH.sample_rows(logits, noise, **filters, logit_cap=cap),
             theirs and sglang,
             calls=2,  # the twin sorts
+        )
+
+    def verify_drawn(self, ops: Ops) -> Case:
+        """SGLang has nothing of the kind."""
+        shape = (self.requests, self.sizes.block_size, self.sizes.vocabulary)
+        logits, drafted = self.normal(*shape), self.normal(*shape)[:, 1:]
+        tokens = self.whole(shape[2], 2, self.requests, shape[1] - 1)
+        lots = torch.rand(self.requests, shape[1] - 1, device=self.device)
+        is_drawn = torch.ones(self.requests, dtype=torch.bool, device=self.device)
+        asked = (logits, drafted, *tokens, self.noise(), lots)
+        options = {"is_drawn": is_drawn, "logit_cap": self.sizes.logit_cap}
+        return Case(
+            "drafts kept by the block",
+            2 * (logits.nbytes + drafted.nbytes),
+            lambda turn: ops.verify_drawn(*asked, **options).choices,
+            lambda turn: TORCH.verify_drawn(*asked, **options).choices,
+            None,
+            calls=2,  # the twin writes every probability
         )
 
     def accept(self, ops: Ops, theirs: SGLang | None) -> Case:

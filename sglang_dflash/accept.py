@@ -1,8 +1,9 @@
 """Stage 3: follow the draft while the target agrees, and lay out what each request gains.
 
-The rule is the same whether the target chose greedily or sampled: each row's choice is the
-target's own, so committing the agreed prefix and the first choice that differs gives exactly the
-tokens that the target would have produced one at a time.
+Each row's choice is the target's own, greedy or sampled, so committing the agreed prefix and the
+first choice that differs gives exactly the tokens that the target would have produced one at a
+time. Where drafts were drawn from a known distribution the target's output says how many to keep
+(`kernels/draws.py`): more of them, and as exactly.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def accept(
     *,
     simulated_length: float | None = None,
 ) -> Commit:
-    """Commit the drafts that equal the target's choices, and the target's token after them."""
-    num_correct = None
+    """Commit the drafts that the target keeps, and its own token after them."""
+    num_correct = target.num_correct
     if simulated_length is not None:
         num_correct = simulate(target, simulated_length)
     lens, token_ids, bonus, new_lens, slots = ops.accept_block(

@@ -34,6 +34,8 @@ class TargetOutput:
 
     choices: Tensor  # [b, B] int64, the target's own token after each row
     features: Tensor  # [b * B, K * H]
+    # [b] int32, the drafts to keep; None: as far as they are the target's own tokens
+    num_correct: Tensor | None = None
 
 
 @dataclass(frozen=True)

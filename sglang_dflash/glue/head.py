@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.cpu import products
+from sglang_dflash.glue.drawn import Chosen, SampledDrafts
 from sglang_dflash.kernels import MAX_TOP_K, Noise, Ops
 
 
@@ -29,25 +30,44 @@ class DraftHead:
         self._size = shard.num_org_elements if shard is not None else vocab_size
         self._group = compat.get_tp_group() if shard is not None else None
 
-    def choose(self, hidden: Tensor, *, logit_cap: float, noise: Noise | None) -> Tensor:
-        """Return the likeliest token of each hidden state [n, H], and with noise a drawn one;
-        [1 or 2, n] int64. A rank that sees a part of the vocabulary draws none."""
+    def room(self, rows: int) -> Tensor:
+        """Return room for the logits of so many rows, those that no token uses included."""
         weight = self._head.weight
-        logits = _multiply(hidden.to(weight.dtype), weight)[:, : self._size]
-        if self._group is None or self._group.world_size == 1:
+        return weight.new_empty(rows, weight.shape[0])
+
+    def multiply(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return this rank's logits of hidden states [n, H], in `out` if there is any."""
+        weight = self._head.weight
+        return self.used(_multiply(hidden.to(weight.dtype), weight, out))
+
+    def used(self, logits: Tensor) -> Tensor:
+        """Return logits without those that no token uses."""
+        return logits[:, : self._size]
+
+    def choose(self, logits: Tensor, *, logit_cap: float, noise: Noise | None) -> Tensor:
+        """Return the likeliest token of each row of logits, and with noise a drawn one;
+        [1 or 2, n] int64. A rank that sees a part of the vocabulary draws none."""
+        if self.sees_all:
             if noise is None:
                 return self._ops.argmax_rows(logits)[None]
             return self._ops.argmax_and_draw(logits, logit_cap, noise)
+        assert self._group is not None
         likeliest = self._ops.argmax_rows(logits)
         values = logits.gather(1, likeliest[:, None]).T
         values = self._group.all_gather(values.contiguous(), dim=0)
         tokens = self._group.all_gather((likeliest + self._start)[None], dim=0)
         return tokens.gather(0, values.argmax(dim=0, keepdim=True))
 
+    @property
+    def sees_all(self) -> bool:
+        return self._group is None or self._group.world_size == 1
 
-def _multiply(x: Tensor, weight: Tensor) -> Tensor:
-    product = products.multiply(x, weight) if x.device.type == "cpu" else None
-    return torch.matmul(x, weight.T) if product is None else product
+
+def _multiply(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+    product = None
+    if out is None and x.device.type == "cpu":
+        product = products.multiply(x, weight)
+    return torch.matmul(x, weight.T, out=out) if product is None else product
 
 
 class VerifyHead:
@@ -75,27 +95,56 @@ class VerifyHead:
         """Return the token that plain greedy decoding takes after each row, [n] int64."""
         return self._ops.argmax_rows(logits, self.cap)
 
-    def draw(self, logits: Tensor, info: Any, noise: Noise, *, few: bool, free: bool) -> Tensor:
-        """Return a draw from each row by its request's temperature, top_k and top_p, [n] int64.
+    def draw(
+        self, logits: Tensor, info: Any, drafts: SampledDrafts, *, few: bool, free: bool
+    ) -> Chosen:
+        """Draw from each row by its request's temperature, top_k and top_p.
 
         `few` says that some requests draw from 2 to MAX_TOP_K tokens, `free` that some draw from
         all; the others are greedy.
         """
-        if not few:
-            return self._ops.argmax_rows(logits, self.cap, noise)
-        filtered = self._ops.sample_rows(
+        filtered = self._draw_from_few(logits, info, drafts) if few else None
+        if filtered is not None and not free:
+            return filtered
+        drafted = drafts.logits
+        if drafted is None or drafted.shape[-1] != logits.shape[-1]:
+            every = self._compare(self._ops.argmax_rows(logits, self.cap, drafts.noise), drafts)
+        else:
+            every = Chosen(
+                *self._ops.verify_drawn(
+                    logits.unflatten(0, drafted.shape[:1] + (-1,)),
+                    drafted,
+                    drafts.verified,
+                    drafts.likeliest,
+                    drafts.noise,
+                    drafts.lots,
+                    is_drawn=drafts.is_drawn,
+                    logit_cap=self.cap,
+                )
+            )
+        if filtered is None:
+            return every
+        is_free = info.top_ks > MAX_TOP_K
+        return Chosen(*(_where(is_free, *both) for both in zip(every, filtered, strict=True)))
+
+    def _draw_from_few(self, logits: Tensor, info: Any, drafts: SampledDrafts) -> Chosen:
+        choices = self._ops.sample_rows(
             logits,
-            noise,
+            drafts.noise,
             temperatures=info.temperatures.flatten(),
             top_ks=info.top_ks.clamp(max=MAX_TOP_K),
             top_ps=info.top_ps,
             logit_cap=self.cap,
         )
-        if not free:
-            return filtered
-        rows = logits.shape[0] // info.top_ks.shape[0]
-        is_free = (info.top_ks > MAX_TOP_K).repeat_interleave(rows)
-        return torch.where(is_free, self._ops.argmax_rows(logits, self.cap, noise), filtered)
+        return self._compare(choices, drafts)
+
+    def _compare(self, choices: Tensor, drafts: SampledDrafts) -> Chosen:
+        """Keep the drafts that the target's own draws fall on."""
+        choices = choices.view(drafts.is_drawn.shape[0], -1)
+        own = choices[:, :-1]
+        gain = (drafts.drawn == own).float() - (drafts.likeliest == own).float()
+        kept = (drafts.verified == own).int().cumprod(dim=1).sum(dim=1, dtype=torch.int32)
+        return Chosen(choices, kept, gain)
 
     def plain(self, logits: Tensor) -> Tensor:
         """Return the logits as plain decoding hands them to its sampler; may overwrite them."""
@@ -103,6 +152,12 @@ class VerifyHead:
         if self.cap:
             compat.fused_softcap(logits, self.cap)
         return logits
+
+
+def _where(condition: Tensor, one: Tensor | None, other: Tensor | None) -> Tensor:
+    """Choose by request, whatever belongs to it."""
+    assert one is not None and other is not None
+    return torch.where(condition.view(-1, *[1] * (one.dim() - 1)), one, other)
 
 
 def _raw_when_verifying(processor: Any, original: Callable[..., Tensor]) -> Callable[..., Tensor]:

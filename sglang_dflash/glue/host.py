@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import compat
+from sglang_dflash.glue.drawn import SampledDrafts
 from sglang_dflash.glue.head import DraftHead, VerifyHead
 from sglang_dflash.glue.metrics import StageClock
 from sglang_dflash.glue.noise import StepNoise
@@ -53,6 +54,7 @@ class Engine:
         self.noise: StepNoise  # as soon as the number of requests is known
         self.graph_projected: Tensor | None = None
         self.graph_choices: Tensor | None = None
+        self.graph_logits: Tensor | None = None
         self.block_input = compat.DFlashVerifyInput(
             draft_token=None,
             positions=None,
@@ -83,30 +85,50 @@ class Engine:
         self.target_runner.capture_tail_hooks.append(finish)
 
     def draft_head_in_graph(self, max_requests: int) -> None:
-        """Have captured draft graphs end in the head and its choices, written to `graph_drafts`."""
-        shape = (2, max_requests, self.config.block_size - 1)
-        self.graph_drafts = torch.zeros(shape, dtype=torch.int64, device=self.draft_runner.device)
+        """Have captured draft graphs end in the head and its choices, written to `graph_drafts`,
+        from `graph_logits`."""
+        width = self.config.block_size - 1
+        device = self.draft_runner.device
+        self.graph_drafts = torch.zeros(2, max_requests, width, dtype=torch.int64, device=device)
 
-        def head(_runner: Any, output: Any, _forward_batch: Any, _num_tokens: int) -> None:
-            size = output.hidden_states.shape[0] // self.config.block_size
-            drafts = self.draft_head(output.hidden_states, self.noise.room(size))
-            self.graph_drafts[:, :size] = drafts
+        def head(runner: Any, output: Any, _forward_batch: Any, _num_tokens: int) -> None:
+            hidden = output.hidden_states
+            size = hidden.shape[0] // self.config.block_size
+            if self.graph_logits is None:
+                # one room for all graphs, no more than the largest needs
+                self.graph_logits = self.head.room(max(runner.capture_bs) * width)
+            room = self.graph_logits[: size * width]
+            self.graph_drafts[:, :size], _ = self.draft_head(hidden, self.noise.room(size), room)
 
         self.draft_runner.capture_tail_hooks.append(head)
 
-    def draft_head(self, hidden: Tensor, noise: Noise | None) -> Tensor:
+    def drafts_of_graph(self, size: int) -> tuple[Tensor, Tensor | None]:
+        """Return what `draft_head` would for so many requests, from a graph that ran."""
+        assert self.graph_logits is not None
+        width = self.config.block_size - 1
+        logits = self.head.used(self.graph_logits[: size * width])
+        return self.graph_drafts[:, :size], self._by_block(logits, size)
+
+    def draft_head(
+        self, hidden: Tensor, noise: Noise | None, room: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the likeliest token for every draft of blocks of hidden states and, with noise,
-        a drawn one, [1 or 2, b, B - 1]."""
+        a drawn one, [1 or 2, b, B - 1]; and the logits, if all are seen here, [b, B - 1, V]."""
         cap = self.verify_head.cap
-        if hidden.device.type == "cpu":
+        size = hidden.shape[0] // self.config.block_size
+        if room is not None or hidden.device.type != "cpu":
+            hidden = hidden.unflatten(0, (size, -1))[:, 1:].flatten(0, 1)
+        elif noise is not None:
             # whole blocks multiply faster there, though the first row is not needed
-            if noise is not None:
-                noise = Noise(noise.keys.roll(1, dims=1), noise.scales)
-            drafts = self.head.choose(hidden, logit_cap=cap, noise=noise)
-            return drafts.unflatten(1, (-1, self.config.block_size))[:, :, 1:]
-        blocks = hidden.unflatten(0, (-1, self.config.block_size))[:, 1:]
-        drafts = self.head.choose(blocks.flatten(0, 1), logit_cap=cap, noise=noise)
-        return drafts.unflatten(1, blocks.shape[:2])
+            noise = Noise(noise.keys.roll(1, dims=1), noise.scales)
+        logits = self.head.multiply(hidden, room)
+        drafts = self.head.choose(logits, logit_cap=cap, noise=noise).unflatten(1, (size, -1))
+        width = self.config.block_size - 1
+        by_block = self._by_block(logits, size)
+        return drafts[:, :, -width:], by_block if by_block is None else by_block[:, -width:]
+
+    def _by_block(self, logits: Tensor, size: int) -> Tensor | None:
+        return logits.unflatten(0, (size, -1)) if self.head.sees_all else None
 
     def _context_hidden(self, features: Tensor) -> Tensor:
         model = self.draft_runner.model
@@ -172,9 +194,8 @@ class BatchHost:
             self._lens_bound = batch.spec_info.reserved_lens
         else:
             self._lens_bound = batch.seq_lens_cpu + engine.config.block_size
-        self._noise: Noise | None = None
-        self._drafts: Tensor
-        self._choices: Tensor
+        self._drafts: SampledDrafts | None = None
+        self._gain: Tensor | None = None
         self.target_result: Any = None
         self.verify_batch: Any = None
 
@@ -205,16 +226,16 @@ class BatchHost:
             spec_info=engine.block_input,
             capture_hidden_mode=compat.CaptureHiddenMode.NULL,
         )
-        self._noise = engine.noise.draw(self._batch)
+        noise = engine.noise.draw(self._batch)
         result = engine.draft_runner.forward(forward_batch)
         if result.can_run_graph:
-            drafts = engine.graph_drafts[:, : forward_batch.batch_size]
+            drafts, logits = engine.drafts_of_graph(forward_batch.batch_size)
         else:
-            drafts = engine.draft_head(result.logits_output.hidden_states, self._noise)
-        if self._noise is None:
+            drafts, logits = engine.draft_head(result.logits_output.hidden_states, noise)
+        if noise is None:
             return drafts[0]
-        self._drafts = drafts
-        return engine.noise.pick(context.rows, drafts[0], drafts[-1])
+        self._drafts = engine.noise.offer(context.rows, noise, drafts=drafts, logits=logits)
+        return self._drafts.verified
 
     def _plan_verify(self, block: DraftBlock) -> None:
         """Lay out the verify pass; its tokens are read from the block when it runs."""
@@ -245,28 +266,21 @@ class BatchHost:
         output = self.target_result.logits_output
         features, output.hidden_states = output.hidden_states, None
         greedy = engine.graph_choices if self.target_result.can_run_cuda_graph else None
-        choices = engine.rows.choose(
+        choices, num_correct, self._gain = engine.rows.choose(
             batch,
             output,
             context,
             block,
-            noise=self._noise,
+            drafts=self._drafts,
             greedy=greedy,
             grammar_barrier=self._grammar_barrier,
         )
-        self._choices = choices
-        return TargetOutput(choices=choices, features=features)
+        return TargetOutput(choices=choices, features=features, num_correct=num_correct)
 
     def learn(self, context: DraftContext, commit: Commit) -> None:
-        """Tell the noise which drafts were right, where there was any."""
-        if self._noise is not None:
-            self._engine.noise.learn(
-                context.rows,
-                self._drafts[0],
-                self._drafts[-1],
-                choices=self._choices,
-                lens=commit.lens,
-            )
+        """Tell the noise how drawn drafts did, where there were any."""
+        if self._gain is not None:
+            self._engine.noise.learn(context.rows, self._gain, lens=commit.lens)
 
     def publish(self, new_lens: Tensor) -> None:
         if self._on_publish is not None:

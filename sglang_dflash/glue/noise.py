@@ -1,13 +1,15 @@
-"""The noise that the drafts and the target's choices of a step share.
+"""The noise of a step's sampled drafts, and which drafts are verified.
 
-The target draws each token as the highest of its logits after noise (`kernels/noise.py`). Where it
-is uncertain, a draft that is drawn with the same noise falls on its token more often than the
-likeliest one does; where only the drafter is uncertain, less often. So both are made, and what
-would have been right so far decides, for each request, which of them are verified. A new request
-begins with what holds for others of its temperature.
+Two kinds of drafts are made for a request that samples: the drafter's likeliest tokens, and tokens
+drawn from its distribution at the request's temperature. Where the target is uncertain, drawn ones
+are kept more often: `kernels/draws.py` says how they are kept or dropped so that what is committed
+is distributed as the target alone would draw it. Where only the drafter is uncertain the likeliest
+are right more often. So what would have been kept so far decides, for each request, which of them
+are verified. A new request begins with what holds for others of its temperature.
 
-Nothing becomes less exact: a row's noise is new, and independent of the tokens before it, so the
-target's choice is a draw from its own distribution whatever was drafted.
+A request that draws by top_k and top_p keeps the drafts that its target's own draws fall on. These
+have the noise of the drafts, which makes both alike, and which is new in each step, so that they
+are draws from the target's distribution whatever was drafted.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_dflash.glue.drawn import SampledDrafts
 from sglang_dflash.glue.sampling import is_adjusted
 from sglang_dflash.kernels import MAX_TOP_K, Noise
 
@@ -34,8 +37,9 @@ class StepNoise:
     def __init__(self, max_requests: int, block_size: int, device: torch.device | str) -> None:
         keys = torch.zeros(max_requests, block_size, dtype=torch.int64, device=device)
         self._whole = Noise(keys, torch.zeros(max_requests, device=device))
+        self._lots = torch.zeros(max_requests, block_size - 1, device=device)
         self._on = False
-        # how many more drawn drafts than likeliest ones were right: by request row, by temperature
+        # how much drawn drafts had over likeliest ones: by request row, by temperature
         self._lead = torch.zeros(max_requests, device=device)
         self._usual = torch.zeros(KINDS, device=device)
 
@@ -55,6 +59,7 @@ class StepNoise:
         info = batch.sampling_info
         noise = self.room(info.top_ks.shape[0])
         noise.keys.random_()
+        self._lots.uniform_()
         # top_k 1 is how SGLang spells greedy
         noise.scales.copy_(torch.where(info.top_ks == 1, 0.0, info.temperatures.flatten()))
         return noise
@@ -63,19 +68,24 @@ class StepNoise:
         """Begin requests at these rows with what is usual for their temperatures [b]."""
         self._lead.index_copy_(0, rows, self._usual[_kinds(temperatures)])
 
-    def pick(self, rows: Tensor, likeliest: Tensor, drawn: Tensor) -> Tensor:
-        """Return the drafts to verify, [b, B - 1], from the two that were made."""
-        return torch.where((self._lead[rows] >= 0)[:, None], drawn, likeliest)
+    def offer(
+        self, rows: Tensor, noise: Noise, *, drafts: Tensor, logits: Tensor | None
+    ) -> SampledDrafts:
+        """Choose which drafts to verify from the likeliest and the drawn ones, [1 or 2, b, B - 1],
+        that were made from these logits [b, B - 1, V] with a step's noise."""
+        return SampledDrafts(
+            likeliest=drafts[0],
+            drawn=drafts[-1],
+            is_drawn=self._lead[rows] >= 0,
+            logits=logits,
+            noise=noise,
+            lots=self._lots[: rows.shape[0]],
+        )
 
-    def learn(
-        self, rows: Tensor, likeliest: Tensor, drawn: Tensor, *, choices: Tensor, lens: Tensor
-    ) -> None:
-        """Count which drafts the target's choices agree with, as far as it followed the block:
-        beyond, they answer to tokens that were not committed."""
-        width = drawn.shape[1]
-        followed = torch.arange(width, device=rows.device) < lens[:, None]
-        choices = choices[:, :width]
-        gain = (drawn == choices).float() - (likeliest == choices).float()
+    def learn(self, rows: Tensor, gain: Tensor, *, lens: Tensor) -> None:
+        """Count what drawn drafts had over likeliest ones [b, B - 1], as far as the target followed
+        the block: beyond, its choices answer to tokens that were not committed."""
+        followed = torch.arange(gain.shape[1], device=rows.device) < lens[:, None]
         lead = MEMORY * self._lead[rows] + (gain * followed).sum(dim=1)
         self._lead.index_copy_(0, rows, lead)
         kinds = _kinds(self.room(rows.shape[0]).scales)

@@ -3,7 +3,8 @@
 Each row is drawn with the filters, the order and, where one is given, the seed that plain decoding
 would use at that position, after what comes before sampling there: penalties, grammar, logit bias,
 custom processors, in plain decoding's order. Walking the draft along those draws keeps the
-distribution exact (and the tokens, with a seed).
+distribution exact (and the tokens, with a seed). Where drafts were drawn, and nothing else is asked
+for, our kernels keep or drop them instead.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from sglang_dflash.glue import compat, grammar
+from sglang_dflash.glue.drawn import Chosen, SampledDrafts
 from sglang_dflash.glue.head import VerifyHead
 from sglang_dflash.glue.penalties import PenaltyTable, is_penalised
-from sglang_dflash.kernels import MAX_TOP_K, Noise
+from sglang_dflash.kernels import MAX_TOP_K
 from sglang_dflash.types import DraftBlock, DraftContext
 
 PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
@@ -38,27 +40,27 @@ class RowSampler:
         context: DraftContext,
         block: DraftBlock,
         *,
-        noise: Noise | None = None,
+        drafts: SampledDrafts | None = None,
         greedy: Tensor | None = None,
         grammar_barrier: Callable[[], None] | None = None,
-    ) -> Tensor:
-        """Return the target's token after each row, [b, B]; logprobs go to `logits_output`.
+    ) -> Chosen:
+        """Return the target's token after each row; logprobs go to `logits_output`.
 
-        `noise` is the step's, where our kernels draw, and `greedy` begins with the tokens of the
+        `drafts` are the step's, where our kernels draw, and `greedy` begins with the tokens of the
         highest logits, where these are known already.
         """
         info = batch.sampling_info
         logits = logits_output.next_token_logits
         shape = block.token_ids.shape
-        if noise is not None:
+        if drafts is not None:
             top_ks = [req.sampling_params.top_k for req in batch.reqs]
             few = any(1 < top_k <= MAX_TOP_K for top_k in top_ks)
             free = any(top_k > MAX_TOP_K for top_k in top_ks)
-            return self._head.draw(logits, info, noise, few=few, free=free).view(shape)
+            return self._head.draw(logits, info, drafts, few=few, free=free)
         if info.is_all_greedy and not is_adjusted(batch):
             if greedy is None:
                 greedy = self._head.greedy(logits)
-            return greedy[: shape.numel()].view(shape)
+            return Chosen(greedy[: shape.numel()].view(shape))
         logits_output.next_token_logits = logits = self._head.plain(logits)
         by_row = logits.view(*shape, -1)
         rows = _repeat_rows(info, shape[1])
@@ -81,7 +83,7 @@ class RowSampler:
             # row k's choice is committed token k wherever token k is committed
             logprobs = logits_output.next_token_logprobs
             logits_output.next_token_logprobs = logprobs.view(shape)
-        return choices.view(shape).long()
+        return Chosen(choices.view(shape).long())
 
 
 def is_adjusted(batch: Any) -> bool:

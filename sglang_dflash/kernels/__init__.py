@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sglang_dflash.kernels import reference
-from sglang_dflash.kernels.reference import Noise
+from sglang_dflash.kernels import draws, reference
+from sglang_dflash.kernels.draws import Noise, Verdict
 
 # the most that `sample_rows` takes
 MAX_TOP_K = 128
@@ -86,6 +86,21 @@ class SampleRows(Protocol):
     ) -> Tensor: ...
 
 
+class VerifyDrawn(Protocol):
+    def __call__(
+        self,
+        logits: Tensor,
+        drafted: Tensor,
+        drafts: Tensor,
+        likeliest: Tensor,
+        noise: Noise,
+        lots: Tensor,
+        *,
+        is_drawn: Tensor,
+        logit_cap: float = 0.0,
+    ) -> Verdict: ...
+
+
 class NormAddNorm(Protocol):
     def __call__(
         self,
@@ -132,6 +147,7 @@ class Ops:
     argmax_rows: ArgmaxRows
     argmax_and_draw: ArgmaxAndDraw
     sample_rows: SampleRows
+    verify_drawn: VerifyDrawn
     norm_and_turn: NormAndTurn
     norm_add_norm: NormAddNorm
     thin_linear: ThinLinear
@@ -143,9 +159,10 @@ TORCH = Ops(
     accept_block=reference.accept_block,
     context_hidden=reference.context_hidden,
     write_context=reference.write_context,
-    argmax_rows=reference.argmax_rows,
-    argmax_and_draw=reference.argmax_and_draw,
-    sample_rows=reference.sample_rows,
+    argmax_rows=draws.argmax_rows,
+    argmax_and_draw=draws.argmax_and_draw,
+    sample_rows=draws.sample_rows,
+    verify_drawn=draws.verify_drawn,
     norm_and_turn=reference.norm_and_turn,
     norm_add_norm=reference.norm_add_norm,
     thin_linear=reference.thin_linear,
@@ -169,6 +186,7 @@ def triton_ops() -> Ops:
         block,
         context,
         qkv_norm,
+        rejection,
         residual_norm,
         sample,
         thin_linear,
@@ -183,6 +201,7 @@ def triton_ops() -> Ops:
         argmax_rows=argmax.argmax_rows,
         argmax_and_draw=argmax.argmax_and_draw,
         sample_rows=sample.sample_rows,
+        verify_drawn=rejection.verify_drawn,
         norm_and_turn=qkv_norm.norm_and_turn,
         norm_add_norm=residual_norm.norm_add_norm,
         thin_linear=thin_linear.thin_linear,

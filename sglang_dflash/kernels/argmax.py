@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sglang_dflash.kernels.draws import Noise
 from sglang_dflash.kernels.noise import gumbel
-from sglang_dflash.kernels.reference import Noise
 
 BLOCK = 4096
 # programs to aim for: about eight per multiprocessor of an H200
@@ -96,12 +96,12 @@ def _argmax_merge(values, indices, out, parts, BLOCK: tl.constexpr):
 
 
 def argmax_rows(logits: Tensor, logit_cap: float = 0.0, noise: Noise | None = None) -> Tensor:
-    """Do what `reference.argmax_rows` does."""
+    """Do what `draws.argmax_rows` does."""
     return _argmax(logits, logit_cap, noise, kinds=1)[0]
 
 
 def argmax_and_draw(logits: Tensor, logit_cap: float, noise: Noise) -> Tensor:
-    """Do what `reference.argmax_and_draw` does."""
+    """Do what `draws.argmax_and_draw` does."""
     return _argmax(logits, logit_cap, noise, kinds=2)
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def gumbel(key, column):
-    """Do what `reference.gumbel` does, for int64 keys and int32 columns that broadcast."""
+    """Do what `draws.gumbel` does, for int64 keys and int32 columns that broadcast."""
     h = column.to(tl.uint32) * 0x9E3779B1 + key.to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35

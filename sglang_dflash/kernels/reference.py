@@ -7,7 +7,6 @@ costs no synchronisation. `verify_attention` and `index_prefixes` do: they are s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -188,125 +187,6 @@ def write_context(
         keys, values = rows.unflatten(-1, (2, *key_cache.shape[1:])).unbind(dim=1)
         key_cache[slots] = rotate(rms_norm(keys, weight, eps), cos, sin).to(key_cache.dtype)
         value_cache[slots] = values.to(value_cache.dtype)
-
-
-class Noise(NamedTuple):
-    """What a draft and the target's choice of the same token share; see `noise`."""
-
-    keys: Tensor  # [b, at least the rows of a request] int64, one for each row
-    scales: Tensor  # [b] fp32: the temperature, or 0 for a request that is to have no noise
-
-
-def gumbel(
-    keys: Tensor,  # [n] int64
-    width: int,
-) -> Tensor:
-    """Return Gumbel noise that depends on its row's key and its column alone, [n, width] fp32.
-
-    In words of 32 bits, whose products and sums wrap round.
-    """
-    low, high = (_word(keys >> shift)[:, None] for shift in (0, 32))
-    h = torch.arange(width, dtype=torch.int32, device=keys.device) * FACTORS[0] + low
-    _mix(h, 16, FACTORS[1])
-    _mix(h, 13, FACTORS[2])
-    _mix(h, 16).add_(high)
-    _mix(h, 15, FACTORS[3])
-    _mix(h, 12, FACTORS[4])
-    _mix(h, 15)
-    u = (h.long() & 2**32 - 1).float().mul_(2**-32).add_(2**-33).clamp_(max=1 - 2**-24)
-    # small u are the ones that win, and log1p keeps them
-    return u.neg_().log1p_().neg_().log_().neg_()
-
-
-def _word(x: Tensor | int) -> Any:
-    """Return the lowest 32 bits as a signed number."""
-    word = ((x & 2**32 - 1) ^ 2**31) - 2**31
-    return word.int() if isinstance(word, Tensor) else word
-
-
-FACTORS = [_word(x) for x in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x2C1B3C6D, 0x297A2D39)]
-
-
-def _mix(h: Tensor, shift: int, factor: int = 1) -> Tensor:
-    """Fold the high bits into the low ones and multiply, in place."""
-    h ^= (h >> shift) & 2 ** (32 - shift) - 1
-    h *= factor
-    return h
-
-
-def _noise_of(noise: Noise, rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the noise of rows [n, width], and what it is scaled by [n, 1]."""
-    per_request = rows // noise.scales.shape[0]
-    scales = noise.scales.repeat_interleave(per_request)[:, None]
-    return gumbel(noise.keys[:, :per_request].flatten(), width), scales
-
-
-def argmax_rows(
-    logits: Tensor,  # [n, V]
-    logit_cap: float = 0.0,
-    noise: Noise | None = None,  # for n / b rows of each request
-) -> Tensor:
-    """Return the column of each row's highest value in fp32, capped first; [n] int64.
-
-    With noise that is a draw at the temperature which the noise is scaled by. Of equal values the
-    first wins.
-    """
-    logits = logits.float()
-    if logit_cap > 0:
-        logits = logit_cap * torch.tanh(logits / logit_cap)
-    if noise is not None:
-        added, scales = _noise_of(noise, *logits.shape)
-        logits = torch.addcmul(logits, scales, added)
-    return torch.argmax(logits, dim=-1)
-
-
-def argmax_and_draw(
-    logits: Tensor,  # [n, V]
-    logit_cap: float,
-    noise: Noise,  # for n / b rows of each request
-) -> Tensor:
-    """Return each row's likeliest column and one drawn with noise, [2, n] int64; without noise, at
-    scale 0, the likeliest twice. The cap bends what is drawn from, and not which is likeliest."""
-    likeliest = argmax_rows(logits)
-    per_request = logits.shape[0] // noise.scales.shape[0]
-    is_drawn = noise.scales.repeat_interleave(per_request) > 0
-    drawn = torch.where(is_drawn, argmax_rows(logits, logit_cap, noise), likeliest)
-    return torch.stack([likeliest, drawn])
-
-
-def sample_rows(
-    logits: Tensor,  # [n, V]
-    noise: Noise,  # for n / b rows of each request
-    *,
-    temperatures: Tensor,  # [b], each for n / b rows
-    top_ks: Tensor,  # [b]
-    top_ps: Tensor,  # [b]
-    logit_cap: float = 0.0,
-) -> Tensor:
-    """Return a draw from each row, capped first; [n] int64.
-
-    A token is kept while fewer than top_k tokens are likelier and while those hold less than top_p
-    of the whole. Of what is kept the highest is taken after noise, or the first of the highest
-    where a request has none.
-    """
-    per_request = logits.shape[0] // temperatures.shape[0]
-    temperatures, top_ks, top_ps = (
-        each.repeat_interleave(per_request) for each in (temperatures, top_ks, top_ps)
-    )
-    logits = logits.float()
-    if logit_cap > 0:
-        logits = logit_cap * torch.tanh(logits / logit_cap)
-    logits = logits / temperatures[:, None]
-    probs = torch.softmax(logits, dim=-1)
-    ordered, index = probs.sort(dim=-1, descending=True)
-    # equal ones begin where the first of them does
-    begins = torch.searchsorted(-ordered, -ordered, side="left")
-    mass = (ordered.cumsum(dim=-1) - ordered).gather(-1, begins)
-    kept_ordered = (begins < top_ks[:, None]) & (mass < top_ps[:, None])
-    kept = torch.zeros_like(kept_ordered).scatter(-1, index, kept_ordered)
-    added, scales = _noise_of(noise, *logits.shape)
-    reached = logits + torch.where(scales > 0, added, 0.0)
-    return torch.where(kept, reached, float("-inf")).argmax(dim=-1)
 
 
 def thin_linear(

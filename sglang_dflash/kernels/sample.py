@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sglang_dflash.kernels.draws import Noise
 from sglang_dflash.kernels.noise import gumbel
-from sglang_dflash.kernels.reference import Noise
 
 BLOCK = 4096
 STAGES = 4  # blocks asked for ahead
@@ -209,7 +209,7 @@ def sample_rows(
     temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, logit_cap: float = 0.0,
 ) -> Tensor:
     # fmt: on
-    """Do what `reference.sample_rows` does."""
+    """Do what `draws.sample_rows` does."""
     rows, width = logits.shape
     per_request = rows // temperatures.shape[0]
     device = logits.device

@@ -1,7 +1,8 @@
 """DFlash decoding of one sequence over any transformers causal LM: the end-to-end oracle.
 
 Greedy, or by any rule that chooses a token from one row of logits: with sample-and-walk the target
-chooses at every row as it would alone, and the walk follows the draft while it agrees.
+chooses at every row as it would alone, and the walk follows the draft while it agrees. Or by a
+block rule, which draws the drafts and keeps more of them.
 
 Every drafted block is kept, so another implementation can be compared block for block and not
 only by its text.
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from sglang_dflash.reference.model import ContextKV, Drafter
+from sglang_dflash.reference.rejection import BlockRule
 
 # (logits [V], the tokens before the chosen one) -> token
 Choose = Callable[[Tensor, Sequence[int]], int]
@@ -138,7 +140,7 @@ def draft_block(
     state: Decoding,
     *,
     block_size: int,
-    choose: Choose = greedy,
+    choose: Choose | BlockRule = greedy,
 ) -> Block:
     """Draft block_size - 1 tokens after the anchor in one pass; `state` is not changed."""
     config = drafter.config
@@ -149,10 +151,13 @@ def draft_block(
     embeddings = target.get_input_embeddings()(ids).to(drafter.fc.weight.dtype)
     hidden = drafter(embeddings, positions, context=state.context)
     head = target.get_output_embeddings()
-    drafts: list[int] = []
     # column k predicts its own position; a logit softcap would not change the argmax
-    for logits in head(hidden[0, 1:].to(head.weight.dtype)):
-        drafts.append(choose(logits, [*state.token_ids, *drafts]))
+    logits = head(hidden[0, 1:].to(head.weight.dtype))
+    if isinstance(choose, BlockRule):
+        return Block(state.start, (anchor, *choose.draft(logits)))
+    drafts: list[int] = []
+    for row in logits:
+        drafts.append(choose(row, [*state.token_ids, *drafts]))
     return Block(state.start, (anchor, *drafts))
 
 
@@ -163,7 +168,7 @@ def verify_block(
     state: Decoding,
     *,
     block: Block,
-    choose: Choose = greedy,
+    choose: Choose | BlockRule = greedy,
 ) -> int:
     """Verify a block, commit its correct drafts and the bonus, and return how many tokens.
 
@@ -172,19 +177,23 @@ def verify_block(
     assert (block.start, block.token_ids[0]) == (state.start, state.token_ids[-1]), block
     out = _forward(target, block.token_ids, state.cache)
     drafts = block.token_ids[1:]
-    choices = [
-        choose(logits, [*state.token_ids, *drafts[:row]])
-        for row, logits in enumerate(out.logits[0])
-    ]
-    num_correct = 0
-    while num_correct < len(drafts) and drafts[num_correct] == choices[num_correct]:
-        num_correct += 1
-    commit_len = num_correct + 1
+    if isinstance(choose, BlockRule):
+        committed = choose.commit(out.logits[0], drafts)
+    else:
+        choices = [
+            choose(logits, [*state.token_ids, *drafts[:row]])
+            for row, logits in enumerate(out.logits[0])
+        ]
+        num_correct = 0
+        while num_correct < len(drafts) and drafts[num_correct] == choices[num_correct]:
+            num_correct += 1
+        committed = choices[: num_correct + 1]
+    commit_len = len(committed)
     state.cache.crop(block.start + commit_len)
     features = join_features(out.hidden_states, drafter.config.target_layer_ids)
     rows = _context_rows(drafter, features[:, :commit_len], first=block.start)
     state.context = state.context.extend(rows)
-    state.token_ids += choices[:commit_len]
+    state.token_ids += committed
     return commit_len
 
 
@@ -196,21 +205,22 @@ def generate(
     max_new_tokens: int,
     eos_token_ids: Collection[int] = (),
     block_size: int | None = None,
-    choose: Choose = greedy,
-    draft: Choose = greedy,
+    choose: Choose | BlockRule = greedy,
 ) -> Generation:
-    """Decode with DFlash: the same tokens as `generate_plain`, in fewer target passes.
+    """Decode with DFlash: the same tokens as `generate_plain`, in fewer target passes; by a block
+    rule, tokens of the same distribution.
 
-    `block_size` None means the one the drafter was trained with. `draft` chooses the drafts, from
-    the drafter's logits: it decides how many passes it takes, and nothing else.
+    `block_size` None means the one the drafter was trained with.
     """
     block_size = _check_block_size(drafter, block_size)
     prompt_len = len(input_ids)
-    state = prefill(target, drafter, input_ids, choose)
+    by_block = isinstance(choose, BlockRule)
+    state = prefill(target, drafter, input_ids, choose.choose if by_block else choose)
     blocks, commit_lens = [], []
     kept = _keep(state.token_ids[prompt_len:], max_new_tokens, eos_token_ids)
     while kept is None:
-        block = draft_block(target, drafter, state, block_size=block_size, choose=draft)
+        drafts = choose if by_block else greedy
+        block = draft_block(target, drafter, state, block_size=block_size, choose=drafts)
         blocks.append(block)
         commit_lens.append(verify_block(target, drafter, state, block=block, choose=choose))
         kept = _keep(state.token_ids[prompt_len:], max_new_tokens, eos_token_ids)

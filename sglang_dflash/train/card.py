@@ -69,15 +69,17 @@ def _scores(scores: dict[str, Any]) -> str:
             "Accept length is the mean number of tokens committed per verify step, the bonus "
             "included; the token that comes from the prompt is not counted. Measured on held-out "
             f"prompts in the real decoding loop, at most {scores['evaluate_tokens']} tokens each "
-            f"({scores['device']}). Drawn drafts share the noise of the target's own draw, as "
-            "sampled requests are served. Every draft of an ideal drafter is the target's "
-            "likeliest token: sampled text departs from it, and so stops even that one.",
+            f"({scores['device']}). Drawn drafts are drawn from the drafter's distribution, and "
+            "kept or dropped by the block, as sampled requests are served. Every draft of an ideal "
+            "drafter is the target's likeliest token: sampled text departs from it, and so stops "
+            "even that one.",
             "",
             "| temperature | drafts | prompts | verify steps | accept length | an ideal one's |",
             "|---|---|---|---|---|---|",
             *(
                 f"| {loop['temperature']:g} | {loop['drafts']} | {loop['prompts']} | "
-                f"{loop['verify_steps']} | {loop['accept_length']:.2f} | {loop['ideal']:.2f} |"
+                f"{loop['verify_steps']} | {loop['accept_length']:.2f} | "
+                f"{format(loop['ideal'], '.2f') if loop['ideal'] else ''} |"
                 for loop in scores["loops"]
             ),
             "",

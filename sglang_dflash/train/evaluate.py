@@ -42,11 +42,7 @@ def histogram(generations: Sequence[Generation]) -> dict[int, int]:
 
 
 def sample_at(temperature: float, *, seed: int) -> Choose:
-    """Return a rule that draws each token from its whole distribution; 0 is greedy.
-
-    A place has its own noise, whichever logits it is added to: drafts that are chosen by the same
-    rule are drawn with the noise of the target's choices, as they are served.
-    """
+    """Return a rule that draws each token from its whole distribution; 0 is greedy."""
     if not temperature:
         return greedy
 

@@ -26,8 +26,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from sglang_dflash.reference.generate import generate, greedy
+from sglang_dflash.reference.generate import generate
 from sglang_dflash.reference.model import Drafter, DrafterConfig
+from sglang_dflash.reference.rejection import BlockRule
 from sglang_dflash.train import answers as store
 from sglang_dflash.train.card import versions, write_card
 from sglang_dflash.train.evaluate import Ideal, accept_length, histogram, sample_at
@@ -370,10 +371,11 @@ def evaluate_drafter(
     )
     (run.out / "drafter" / "README.md").write_text(card)
     for loop in loops:
+        bound = f" (an ideal drafter's: {loop['ideal']:.2f})" if loop["ideal"] else ""
         print(
             f"train: accept length {loop['accept_length']:.2f} at temperature "
             f"{loop['temperature']:g}, {loop['drafts']} drafts, over {loop['verify_steps']} verify "
-            f"steps (an ideal drafter of likeliest tokens: {loop['ideal']:.2f})",
+            f"steps{bound}",
             flush=True,
         )
     return scores
@@ -388,8 +390,10 @@ def _decode(
     drafts: str,
 ) -> dict[str, Any]:
     """Answer the prompts in the real loop; return what was accepted."""
-    rule = sample_at(temperature, seed=run.options.seed)
-    choose = Ideal(rule)
+    seed, ideal = run.options.seed, None
+    if drafts == "likeliest":
+        ideal = Ideal(sample_at(temperature, seed=seed))
+    choose = ideal or BlockRule(temperature, seed=seed)
     generations = []
     for prompt in store.watch(prompts, f"evaluate at temperature {temperature:g}, {drafts} drafts"):
         generation = generate(
@@ -399,9 +403,9 @@ def _decode(
             max_new_tokens=run.options.evaluate_tokens,
             eos_token_ids=run.stop,
             choose=choose,
-            draft=rule if drafts == "drawn" else greedy,
         )
-        choose.count(generation, prompt_len=len(prompt), block_size=drafter.config.block_size)
+        if ideal:
+            ideal.count(generation, prompt_len=len(prompt), block_size=drafter.config.block_size)
         generations.append(generation)
     return {
         "temperature": temperature,
@@ -409,6 +413,6 @@ def _decode(
         "prompts": len(prompts),
         "verify_steps": sum(len(g.blocks) for g in generations),
         "accept_length": accept_length(generations),
-        "ideal": choose.accept_length,
+        "ideal": ideal and ideal.accept_length,
         "histogram": histogram(generations),
     }

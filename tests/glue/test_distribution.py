@@ -2,11 +2,14 @@
 
 A toy target whose next token depends on the last one alone, so that the exact probability of every
 pair of tokens is known; SGLang's sampler or our draws, and our walk do the rest, 40,000 chains at
-once. The drafts are a drafter's likeliest tokens, or drawn with the noise of the target's draws.
+once. The drafts are a drafter's likeliest tokens, or drawn: these are kept by the block, or with
+top_k where the target's draws, which share their noise, fall on them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +19,12 @@ from scipy.stats import chisquare
 
 from sglang_dflash.accept import accept
 from sglang_dflash.glue import compat
+from sglang_dflash.glue.drawn import SampledDrafts
 from sglang_dflash.glue.head import VerifyHead
 from sglang_dflash.glue.noise import StepNoise
 from sglang_dflash.glue.penalties import PenaltyTable
 from sglang_dflash.glue.sampling import RowSampler
-from sglang_dflash.kernels import TORCH, Noise
+from sglang_dflash.kernels import TORCH, Noise, draws
 from sglang_dflash.types import DraftBlock, DraftContext, TargetOutput
 
 CHAINS, VOCAB, WIDTH = 40_000, 12, 4
@@ -98,30 +102,38 @@ class Toy:
     def step(self, anchors: torch.Tensor, *, greedy_after_first: bool = False) -> Any:
         """Draft a chain, verify, walk, learn; return the commit."""
         noise = self.noise.draw(self.batch) if self.noise else None
-        likeliest, drawn = self.chain(anchors, None), self.chain(anchors, noise)
-        rows = torch.arange(CHAINS)
-        drafts = self.noise.pick(rows, likeliest, drawn) if self.noise else likeliest
-        token_ids = torch.cat([anchors[:, None], drafts], dim=1)
+        likeliest, _ = self.chain(anchors, None)
+        rows, drafts, verified = torch.arange(CHAINS), None, likeliest
+        if self.noise:
+            assert noise is not None
+            drawn, logits = self.chain(anchors, noise)
+            both = torch.stack([likeliest, drawn])
+            drafts = self.noise.offer(rows, noise, drafts=both, logits=logits)
+            verified = drafts.verified
+        token_ids = torch.cat([anchors[:, None], verified], dim=1)
         positions = torch.arange(WIDTH).expand(CHAINS, WIDTH)
         block = DraftBlock(token_ids=token_ids, positions=positions, slots=positions)
         context = DraftContext(anchors=anchors, lens=torch.zeros_like(anchors), rows=rows)
         output = compat.LogitsProcessorOutput(next_token_logits=self.logits[token_ids.flatten()])
-        choices = self.rows.choose(self.batch, output, context, block, noise=noise)
+        choices, kept, gain = self.rows.choose(self.batch, output, context, block, drafts=drafts)
         if greedy_after_first:
             choices[:, 1:] = self.logits[token_ids[:, 1:]].argmax(-1)
-        commit = accept(TORCH, context, block, TargetOutput(choices=choices, features=choices))
+        target = TargetOutput(choices=choices, features=choices, num_correct=kept)
+        commit = accept(TORCH, context, block, target)
         if self.noise:
-            self.noise.learn(rows, likeliest, drawn, choices=choices, lens=commit.lens)
+            assert gain is not None
+            self.noise.learn(rows, gain, lens=commit.lens)
         return commit
 
-    def chain(self, anchors: torch.Tensor, noise: Noise | None) -> torch.Tensor:
-        """Return a drafter's tokens after the anchors, [b, B - 1]."""
-        tokens = [anchors]
+    def chain(self, anchors: torch.Tensor, noise: Noise | None) -> tuple[torch.Tensor, ...]:
+        """Return a drafter's tokens after the anchors, [b, B - 1], and what they were chosen from,
+        [b, B - 1, V]."""
+        tokens, seen = [anchors], []
         for i in range(WIDTH - 1):
             shared = noise and Noise(noise.keys[:, i : i + 1], noise.scales)
-            logits = self.logits[tokens[-1]] * self.sharpness + self.error
-            tokens.append(TORCH.argmax_rows(logits, noise=shared))
-        return torch.stack(tokens[1:], dim=1)
+            seen.append(self.logits[tokens[-1]] * self.sharpness + self.error)
+            tokens.append(TORCH.argmax_rows(seen[-1], noise=shared))
+        return torch.stack(tokens[1:], dim=1), torch.stack(seen, dim=1)
 
     def pairs(self, *, greedy_after_first: bool = False) -> torch.Tensor:
         """Return how often each pair of first tokens after token 0 came, [V, V]."""
@@ -169,7 +181,7 @@ def test_pairs_of_tokens_are_distributed_as_plain_decoding(sampler: Any, name: s
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_so_are_pairs_whose_drafts_share_the_targets_noise(name: str) -> None:
+def test_so_are_pairs_whose_drafts_are_drawn(name: str) -> None:
     """Our kernels' twins draw: there is no sampler of SGLang's here."""
     toy = Toy(None, CASES[name])
     assert p_value(toy.pairs(), exact_pairs(toy.logits, CASES[name])) > 1e-3
@@ -188,32 +200,47 @@ def test_requests_of_every_kind_are_drawn_side_by_side() -> None:
     assert toy.noise is not None
     noise = toy.noise.draw(toy.batch)
     assert noise is not None
-    shape = (CHAINS, WIDTH)
-    block = DraftBlock(*(torch.zeros(shape, dtype=torch.int64) for _ in range(3)))
+    drafted = (toy.logits[0] + toy.error).expand(CHAINS, WIDTH - 1, -1)
+    both = TORCH.argmax_and_draw(drafted.flatten(0, 1), 0.0, noise).view(2, CHAINS, -1)
+    drafts = toy.noise.offer(torch.arange(CHAINS), noise, drafts=both, logits=drafted)
+    block = DraftBlock(*(torch.zeros(CHAINS, WIDTH, dtype=torch.int64) for _ in range(3)))
     output = compat.LogitsProcessorOutput(
         next_token_logits=toy.logits[0].expand(CHAINS * WIDTH, -1)
     )
-    found = toy.rows.choose(toy.batch, output, None, block, noise=noise)
+    found, kept, _ = toy.rows.choose(toy.batch, output, None, block, drafts=drafts)
+    assert kept is not None
     sizes = [len(range(i, CHAINS, 3)) for i in range(3)]
-    greedy, few, free = (part.flatten() for part in found.split(sizes))
+    greedy, few, free = found.split(sizes)
     assert (greedy == toy.logits[0].argmax()).all()
-    for drawn, options in ((few, kinds[1]), (free, kinds[2])):
+    # of what is drawn from all, the rows behind a dropped draft are nothing
+    for drawn, options in ((few.flatten(), kinds[1]), (free[:, 0], kinds[2])):
         expected = exact_pairs(toy.logits, options).view(VOCAB, VOCAB).sum(1)
         assert p_value(torch.bincount(drawn, minlength=VOCAB), expected) > 1e-3
+    walked = (drafts.verified == found[:, :-1]).long().cumprod(1).sum(1)
+    by_block = torch.arange(CHAINS) >= sizes[0] + sizes[1]
+    assert (kept == walked)[~by_block].all() and (kept <= walked).all()
 
 
-def test_shared_noise_accepts_more_than_other_noise_would() -> None:
+def test_whole_blocks_keep_more_than_shared_noise_and_that_more_than_other_noise() -> None:
     toy = Toy(None, CASES["temperature 1"])
     start = torch.zeros(CHAINS, dtype=torch.int64)
-    shared = toy.step(start).lens.float().mean()
     choose = toy.rows.choose
 
-    def with_other_noise(*args: Any, noise: Noise, **rest: Any) -> torch.Tensor:
-        return choose(*args, noise=Noise(noise.keys.flip(0), noise.scales), **rest)
+    def mean_length(change: Callable[[SampledDrafts], SampledDrafts]) -> float:
+        def changed(*args: Any, drafts: SampledDrafts, **rest: Any) -> Any:
+            return choose(*args, drafts=change(drafts), **rest)
 
-    toy.rows.choose = with_other_noise  # type: ignore[method-assign]
-    other = toy.step(start).lens.float().mean()
-    assert shared > 1.3 * other
+        toy.rows.choose = changed  # type: ignore[method-assign]
+        return float(toy.step(start).lens.float().mean())
+
+    by_block = mean_length(lambda drafts: drafts)
+    shared = mean_length(lambda drafts: replace(drafts, logits=None))
+    other = mean_length(
+        lambda drafts: replace(
+            drafts, logits=None, noise=Noise(drafts.noise.keys.flip(0), drafts.noise.scales)
+        )
+    )
+    assert by_block > 1.05 * shared > 1.05 * 1.3 * other
 
 
 @pytest.mark.parametrize(
@@ -235,16 +262,17 @@ def test_drafts_follow_what_was_right_so_far(
         anchors = commit.bonus
         lens.append(float(commit.lens.float().mean()))
     rows = torch.arange(CHAINS)
-    likeliest, drawn = torch.zeros(CHAINS, 1), torch.ones(CHAINS, 1)
-    picked = toy.noise.pick(rows, likeliest, drawn).mean()
-    assert picked > 0.9 if drawn_is_better else picked < 0.1
+    noise, nothing = toy.noise.room(CHAINS), torch.zeros(2, CHAINS, 1)
+    drawn = toy.noise.offer(rows, noise, drafts=nothing, logits=None).is_drawn
+    assert drawn.float().mean() > 0.9 if drawn_is_better else drawn.float().mean() < 0.1
     # all began with drawn drafts
-    assert drawn_is_better or lens[-1] > 1.3 * lens[0]
+    assert drawn_is_better or lens[-1] > 1.2 * lens[0]
     assert p_value(toy.pairs(), exact_pairs(toy.logits, options)) > 1e-3
     # a new request begins as others of its temperature do, the first of another with drawn ones
     rows = rows[:2]
     toy.noise.start(rows, torch.tensor([temperature, 1.5]))
-    assert toy.noise.pick(rows, likeliest[:2], drawn[:2]).tolist() == [[drawn_is_better], [1]]
+    drawn = toy.noise.offer(rows, noise, drafts=nothing, logits=None).is_drawn
+    assert drawn.tolist() == [drawn_is_better, True]
 
 
 def test_the_check_sees_noise_that_two_rows_share() -> None:
@@ -259,6 +287,14 @@ def test_the_check_sees_noise_that_two_rows_share() -> None:
         return noise
 
     toy.noise.draw = draw_one_key  # type: ignore[method-assign]
+    assert p_value(toy.pairs(), exact_pairs(toy.logits, CASES["temperature 1"])) < 1e-6
+
+
+def test_the_check_sees_drafts_that_are_kept_by_their_own_noise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(draws, "SALT", 0)
+    toy = Toy(None, CASES["temperature 1"])
     assert p_value(toy.pairs(), exact_pairs(toy.logits, CASES["temperature 1"])) < 1e-6
 
 

@@ -1,4 +1,4 @@
-"""Choices and draft KV are the same whether the end of a verify graph has made them or not."""
+"""Choices, drafts and draft KV are the same whether the end of a graph has made them or not."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.glue.head import VerifyHead
+from sglang_dflash.glue.cpu import products
+from sglang_dflash.glue.head import DraftHead, VerifyHead
 from sglang_dflash.glue.host import Engine
+from sglang_dflash.glue.noise import StepNoise
 from sglang_dflash.kernels import TORCH
 
-LAYERS, HIDDEN, KV_HEADS, DIM, SLOTS = 3, 24, 2, 8, 20
+LAYERS, HIDDEN, KV_HEADS, DIM, SLOTS, VOCAB = 3, 24, 2, 8, 20, 50
 
 
 @pytest.fixture
@@ -42,7 +44,12 @@ def engine() -> Engine:
         layers=[layer(i) for i in range(LAYERS)],
         config=SimpleNamespace(rms_norm_eps=1e-6),
     )
-    found.draft_runner = SimpleNamespace(model=model)
+    found.draft_runner = SimpleNamespace(model=model, device="cpu", capture_tail_hooks=[])
+    # four rows that no token uses
+    lm_head = SimpleNamespace(weight=torch.randn(VOCAB + 4, HIDDEN))
+    found.head = DraftHead(SimpleNamespace(lm_head=lm_head), VOCAB, TORCH)
+    found.graph_logits = None
+    found.noise = StepNoise(2, 4, "cpu")
     return found
 
 
@@ -79,3 +86,26 @@ def test_without_graphs_features_are_projected_when_they_are_written(engine: Eng
     features = torch.randn(4, 2 * HIDDEN)
     found = written(engine, features, in_graph=True)
     torch.testing.assert_close(found, written(engine, features, in_graph=False))
+
+
+def test_the_end_of_a_draft_graph_leaves_the_drafts_and_what_they_were_chosen_from(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the products of a CPU's server
+    monkeypatch.setattr(products, "multiply", lambda _x, _weight: None)
+    hidden = torch.randn(8, HIDDEN)
+    noise = engine.noise.room(2)
+    noise.keys.random_()
+    noise.scales.fill_(0.9)
+    engine.draft_head_in_graph(2)
+    [hook] = engine.draft_runner.capture_tail_hooks
+    for num_tokens in (8, 4):
+        output = SimpleNamespace(hidden_states=hidden[:num_tokens])
+        hook(SimpleNamespace(capture_bs=[1, 2]), output, None, num_tokens)
+        size = num_tokens // 4
+        drafts, logits = engine.drafts_of_graph(size)
+        expected, from_logits = engine.draft_head(hidden[:num_tokens], engine.noise.room(size))
+        assert logits is not None and logits.shape == (size, 3, VOCAB)
+        torch.testing.assert_close(logits, from_logits)
+        assert torch.equal(drafts, expected) and not torch.equal(drafts[0], drafts[1])
+        assert torch.equal(drafts[0], logits.argmax(-1))

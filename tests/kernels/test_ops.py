@@ -254,3 +254,39 @@ if not INTERPRETED:
 
     def test_every_kernel_holds_in_the_interpreter() -> None:
         hold_in_the_interpreter(__file__)
+
+
+@runs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width"), [(2, 5), (16, 700), (5, 4100)])
+def test_verify_drawn(rows: int, width: int, dtype: torch.dtype) -> None:
+    """Drafts that were drawn and others, with little, without and with much noise; a drafter that
+    is near the target, so that every number of drafts is kept; a row that holds no number."""
+    torch.manual_seed(width)
+    requests = 9
+    noise = make_noise(*[0.3, 0.0, 1.5] * 3, rows=rows + 1)
+    logits = torch.randn(requests, rows, width, device=DEVICE) * 3
+    near = logits[:, :-1] + 0.3 * torch.randn(requests, rows - 1, width, device=DEVICE)
+    logits, near = logits.to(dtype), near.to(dtype)
+    bad = (rows - 1) // 2
+    near[3, bad] = float("nan")
+    logits[5, 0, 0] = float("nan")
+    is_drawn = torch.arange(requests, device=DEVICE) < 6
+    lots = torch.rand(requests, rows - 1, device=DEVICE)
+    for cap in (0.0, 30.0):
+        both = TORCH.argmax_and_draw(near.flatten(0, 1), cap, noise)
+        likeliest, drawn = both.view(2, requests, rows - 1)
+        drafts = torch.where(is_drawn[:, None], drawn, likeliest)
+        asked = (logits, near, drafts, likeliest, noise, lots)
+        one, two = (
+            ops.verify_drawn(*asked, is_drawn=is_drawn, logit_cap=cap) for ops in (TORCH, TRITON)
+        )
+        assert_same(two.num_correct, one.num_correct)
+        committed = torch.arange(rows, device=DEVICE) <= one.num_correct[:, None]
+        assert_same(two.choices[committed], one.choices[committed])
+        noisy = noise.scales > 0
+        torch.testing.assert_close(two.gain[noisy], one.gain[noisy], atol=1e-5, rtol=1e-4)
+        assert one.num_correct[3] <= bad
+        assert_same(one.choices[1], TORCH.argmax_rows(logits[1], cap))
+    if rows > 2:
+        assert 0 < one.num_correct[is_drawn & noisy].float().mean() < rows - 1

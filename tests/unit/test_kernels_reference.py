@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from scipy.stats import chisquare, kstest
+from scipy.stats import chi2_contingency, chisquare, kstest
 
-from sglang_dflash.kernels import TORCH, Noise, choose, reference
+from sglang_dflash.kernels import TORCH, Noise, choose, draws, reference
 from sglang_dflash.reference import Drafter, DrafterConfig
+from sglang_dflash.reference.rejection import BlockRule
 
 
 def test_block_starts_with_the_anchor_and_masks_the_rest() -> None:
@@ -192,8 +193,8 @@ def test_context_equals_the_oracle() -> None:
 def test_the_first_of_equal_logits_wins_after_the_cap() -> None:
     """Plain decoding caps before it compares: what the cap makes equal is equal."""
     logits = torch.tensor([[1.0, 3.0, 3.0], [1e4, 2e4, 0.0], [-5.0, -7.0, -5.0]])
-    assert reference.argmax_rows(logits).tolist() == [1, 1, 0]
-    assert reference.argmax_rows(logits, 30.0).tolist() == [1, 0, 0]
+    assert draws.argmax_rows(logits).tolist() == [1, 1, 0]
+    assert draws.argmax_rows(logits, 30.0).tolist() == [1, 0, 0]
 
 
 def test_prefixes_are_laid_end_to_end() -> None:
@@ -234,18 +235,18 @@ def test_unknown_device_is_refused_by_name() -> None:
 )
 def test_draws_have_the_filtered_distribution(top_k: int, top_p: float, kept: list[int]) -> None:
     probs = torch.tensor([0.4, 0.2, 0.15, 0.15, 0.1])
-    temperature, draws = 0.5, 20_000
-    found = reference.sample_rows(
-        (probs.log() * temperature).expand(draws, -1),
-        make_noise(temperature, rows=draws),
+    temperature, times = 0.5, 20_000
+    found = draws.sample_rows(
+        (probs.log() * temperature).expand(times, -1),
+        make_noise(temperature, rows=times),
         temperatures=torch.tensor([temperature]),
         top_ks=torch.tensor([top_k]),
         top_ps=torch.tensor([top_p]),
     )
     counts = torch.bincount(found, minlength=5)
-    assert counts[kept].sum() == draws
+    assert counts[kept].sum() == times
     shares = probs[kept].double() / probs[kept].double().sum()
-    assert len(kept) == 1 or chisquare(counts[kept], draws * shares).pvalue > 1e-3
+    assert len(kept) == 1 or chisquare(counts[kept], times * shares).pvalue > 1e-3
 
 
 def make_noise(scale: float, *, rows: int) -> Noise:
@@ -256,7 +257,7 @@ def make_noise(scale: float, *, rows: int) -> Noise:
 
 def test_the_highest_after_noise_is_a_draw_at_its_temperature() -> None:
     """A vocabulary of real size, in bins of which each holds the same share and many tokens."""
-    draws, width, bins = 4000, 49_152, 32
+    times, width, bins = 4000, 49_152, 32
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(width, generator=generator) * 2
     temperature = 0.8
@@ -264,30 +265,61 @@ def test_the_highest_after_noise_is_a_draw_at_its_temperature() -> None:
     share = torch.softmax(logits / temperature, -1)[order].cumsum(0)
     bin_of = torch.empty(width, dtype=torch.int64)
     bin_of[order] = (share * bins).long().clamp(max=bins - 1)
-    noise = make_noise(temperature, rows=draws)
+    noise = make_noise(temperature, rows=times)
     found = torch.cat(
         [
-            reference.argmax_rows(
-                logits.expand(len(keys), -1), 0.0, Noise(keys[None], noise.scales)
-            )
+            draws.argmax_rows(logits.expand(len(keys), -1), 0.0, Noise(keys[None], noise.scales))
             for keys in noise.keys[0].split(250)
         ]
     )
     expected = torch.zeros(bins, dtype=torch.float64)
     expected.index_add_(0, bin_of, torch.softmax(logits.double() / temperature, -1))
-    assert chisquare(bin_of[found].bincount(minlength=bins), draws * expected).pvalue > 1e-3
+    assert chisquare(bin_of[found].bincount(minlength=bins), times * expected).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("near", ["columns", "rows", "keys that differ by one"])
 def test_noise_is_gumbel_noise_and_independent_of_its_neighbour(near: str) -> None:
     keys = make_noise(1.0, rows=400).keys[0]
-    noise = reference.gumbel(keys, 3001)
+    noise = draws.gumbel(keys, 3001)
     assert kstest(noise.flatten()[::7], "gumbel_r").pvalue > 1e-3
     pairs = {
         "columns": (noise[:, :-1], noise[:, 1:]),
         "rows": (noise[:-1], noise[1:]),
-        "keys that differ by one": (noise, reference.gumbel(keys + 1, 3001)),
+        "keys that differ by one": (noise, draws.gumbel(keys + 1, 3001)),
     }[near]
     one, two = (each.flatten() for each in pairs)
     # of a million independent pairs the correlation is within 0.004 with all but certainty
     assert abs(float(torch.corrcoef(torch.stack([one, two]))[0, 1])) < 0.005
+
+
+def test_blocks_are_kept_as_the_oracle_keeps_them() -> None:
+    """First tokens are draws from the target's distribution, and as many drafts are kept as by the
+    definition, one block at a time; the drafts come from the drafter of each."""
+    times, width, temperature = 4000, 4, 0.8
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(width, 6, generator=generator)
+    near = logits[:-1] + torch.randn(width - 1, 6, generator=generator)
+    rule = BlockRule(temperature, seed=3)
+    by_one = [rule.commit(logits, rule.draft(near)) for _ in range(times)]
+
+    keys = torch.empty(times, width, dtype=torch.int64).random_(generator=generator)
+    noise = Noise(keys, torch.full((times,), temperature))
+    drafted = near.expand(times, -1, -1)
+    likeliest, drawn = draws.argmax_and_draw(drafted.flatten(0, 1), 0.0, noise).view(2, times, -1)
+    found = draws.verify_drawn(
+        logits.expand(times, -1, -1),
+        drafted,
+        drawn,
+        likeliest,
+        noise,
+        torch.rand(times, width - 1, generator=generator),
+        is_drawn=torch.ones(times, dtype=torch.bool),
+    )
+    expected = torch.softmax(logits[0].double() / temperature, -1) * times
+    firsts = (torch.tensor([tokens[0] for tokens in by_one]), found.choices[:, 0])
+    for first in firsts:
+        assert chisquare(first.bincount(minlength=6), expected).pvalue > 1e-3
+    lengths = torch.tensor([len(tokens) for tokens in by_one]), found.num_correct + 1
+    counts = torch.stack([each.bincount(minlength=width + 1)[1:] for each in lengths])
+    assert counts.min() > 100
+    assert chi2_contingency(counts).pvalue > 1e-3

@@ -1,0 +1,277 @@
+"""Rejection of drawn drafts by the block, and the target's token behind those that are kept.
+
+What is fused. Two passes over the target's and the drafter's logits, in the type the heads wrote:
+the first takes each row's sum, the second what is left of the target's distribution, its draw and
+how alike the two distributions are. No probability is written to memory. A row is cut into parts;
+between and after the passes one program for each request puts the parts together, finds how far a
+prefix is reached, and keeps or drops the drafts.
+
+Layout contract: logits [b, B, V] and drafted [b, B - 1, V] with adjacent columns; B at most 32.
+NaN has no weight, and a request without noise is greedy.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglang_dflash.kernels.draws import FLOOR, SALT, Noise, Verdict
+from sglang_dflash.kernels.noise import gumbel
+
+BLOCK = 2048
+# programs to aim for: about eight per multiprocessor of an H200
+PROGRAMS = 1056
+_FLOOR = tl.constexpr(FLOOR)
+_SALT = tl.constexpr(SALT)
+LOWEST = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _scaled(x, temperature, LOGIT_CAP: tl.constexpr):
+    """Return logits capped and divided by the temperature; -inf for what is no number."""
+    x = x.to(tl.float32)
+    is_number = x == x
+    if LOGIT_CAP > 0:
+        x = (2.0 * tl.sigmoid(2.0 * (x / LOGIT_CAP)) - 1.0) * LOGIT_CAP
+    return tl.where(is_number, x / temperature, float("-inf"))
+
+
+# fmt: off
+@triton.jit
+def _sum_parts(
+    logits, scales, peaks, sums, request_stride, row_stride, rows, width, part_width,
+    LOGIT_CAP: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # fmt: on
+    """Store each part's highest number and the sum of what the others are to it."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    request = row // rows
+    temperature = tl.load(scales + request)
+    if temperature > 0:
+        of_row = logits + request * request_stride + (row % rows) * row_stride
+        begin = part * part_width
+        end = tl.minimum(begin + part_width, width)
+        peak = tl.full([BLOCK], LOWEST, tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(begin, end, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            raw = tl.load(of_row + column, mask=column < end, other=float("nan"))
+            x = _scaled(raw, temperature, LOGIT_CAP)
+            higher = tl.maximum(peak, x)
+            total = total * tl.exp(peak - higher) + tl.exp(x - higher)
+            peak = higher
+        highest = tl.max(peak, 0)
+        out = row * tl.num_programs(1) + part
+        tl.store(peaks + out, highest)
+        tl.store(sums + out, tl.sum(total * tl.exp(peak - highest), 0))
+
+
+@triton.jit
+def _merge(peaks, sums, at, live):
+    """Return the logarithm of the sum of each row, from its parts [ROWS, PARTS]; LOWEST for 0."""
+    peak = tl.load(peaks + at, mask=live, other=LOWEST)
+    total = tl.load(sums + at, mask=live, other=0.0)
+    highest = tl.max(peak, 1)
+    whole = tl.sum(total * tl.exp(peak - highest[:, None]), 1)
+    return tl.where(whole > 0, highest + tl.log(whole), LOWEST)
+
+
+# fmt: off
+@triton.jit
+def _reach(
+    logits, drafted, drafts, likeliest, scales, is_drawn,
+    p_peaks, p_sums, q_peaks, q_sums, p_whole, q_whole, reached, likely,
+    p_request_stride, p_row_stride, q_request_stride, q_row_stride, drafts_stride,
+    likeliest_stride, parts,
+    B: tl.constexpr, LOGIT_CAP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+):
+    # fmt: on
+    """Store each row's sums, the chance that its prefix is reached, and the probability that the
+    drafter's likeliest token has."""
+    request = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(scales + request)
+    if temperature > 0:
+        row, part = tl.arange(0, ROWS), tl.arange(0, PARTS)
+        is_row, is_draft = row < B, row < B - 1
+        live = part[None, :] < parts
+        at = (request * B + row)[:, None] * parts + part[None, :]
+        p_sum = _merge(p_peaks, p_sums, at, live & is_row[:, None])
+        at = (request * (B - 1) + row)[:, None] * parts + part[None, :]
+        q_sum = _merge(q_peaks, q_sums, at, live & is_draft[:, None])
+        of_p = logits + request * p_request_stride + row * p_row_stride
+        of_q = drafted + request * q_request_stride + row * q_row_stride
+        token = tl.load(drafts + request * drafts_stride + row, mask=is_draft, other=0)
+        named = tl.load(likeliest + request * likeliest_stride + row, mask=is_draft, other=0)
+        p = _scaled(tl.load(of_p + token, mask=is_draft, other=0.0), temperature, LOGIT_CAP)
+        q = _scaled(tl.load(of_q + token, mask=is_draft, other=0.0), temperature, LOGIT_CAP)
+        x = _scaled(tl.load(of_p + named, mask=is_draft, other=0.0), temperature, LOGIT_CAP)
+        drawn = tl.load(is_drawn + request)
+        known = is_draft & (q_sum > LOWEST) & drawn
+        step = tl.where(known, tl.maximum((p - p_sum) - (q - q_sum), LOWEST), LOWEST)
+        # row i is reached as min(1, that of row i - 1 times the step before): in logarithms, the
+        # sum of all steps so far less the highest sum there has been
+        before = (row[None, :] < row[:, None]) & is_draft[None, :]
+        total = tl.sum(tl.where(before, step[None, :], 0.0), 1)
+        below = row[None, :] <= row[:, None]
+        highest = tl.max(tl.where(below, _across(total, ROWS), LOWEST), 1)
+        chance = tl.where(drawn, tl.exp(total - tl.maximum(highest, 0.0)), 1.0)
+        out = request * B + row
+        tl.store(p_whole + out, p_sum, mask=is_row)
+        # without a weight, where the drafts were not drawn from it
+        tl.store(q_whole + out, tl.where(is_draft & (q_sum > LOWEST), q_sum, -LOWEST), mask=is_row)
+        tl.store(reached + out, chance, mask=is_row)
+        tl.store(likely + out, tl.exp(x - p_sum), mask=is_draft)
+
+
+@triton.jit
+def _across(x, ROWS: tl.constexpr):
+    """Return a vector as every row of a square."""
+    return tl.broadcast_to(x[None, :], [ROWS, ROWS])
+
+
+# fmt: off
+@triton.jit
+def _draw_parts(
+    logits, drafted, keys, scales, is_drawn, p_whole, q_whole, reached,
+    lefts, alikes, values, indices,
+    p_request_stride, p_row_stride, q_request_stride, q_row_stride, key_stride,
+    width, part_width,
+    B: tl.constexpr, LOGIT_CAP: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # fmt: on
+    """Store what is left of each part of a row, its draw, and how alike p and q are there."""
+    at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    request, row = at // B, at % B
+    logits += request * p_request_stride + row * p_row_stride
+    drafted += request * q_request_stride + row * q_row_stride
+    temperature = tl.load(scales + request)
+    key = tl.load(keys + request * key_stride + row) ^ _SALT
+    p_sum, q_sum, a = tl.load(p_whole + at), tl.load(q_whole + at), tl.load(reached + at)
+    drawn = tl.load(is_drawn + request)
+    begin = part * part_width
+    end = tl.minimum(begin + part_width, width)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_at = tl.zeros([BLOCK], tl.int32)
+    left_sum = tl.zeros([BLOCK], tl.float32)
+    alike = tl.zeros([BLOCK], tl.float32)
+    for start in range(begin, end, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        live = column < end
+        raw = tl.load(logits + column, mask=live, other=float("nan"))
+        x = _scaled(raw, tl.where(temperature > 0, temperature, 1.0), LOGIT_CAP)
+        if temperature > 0:
+            p = tl.exp(x - p_sum)
+            raw = tl.load(drafted + column, mask=live & (row < B - 1), other=float("nan"))
+            q = tl.exp(_scaled(raw, temperature, LOGIT_CAP) - q_sum)
+            alike += tl.minimum(p, q)
+            left = tl.maximum(a * p - tl.where(drawn, q, 0.0), 0.0)
+            left_sum += left
+            left = tl.maximum(left, p * _FLOOR)
+            drawn_at = tl.log(tl.maximum(left, 1e-37)) + gumbel(key, column)
+            x = tl.where(left > 0, drawn_at, float("-inf"))
+        better = x > best
+        best = tl.where(better, x, best)
+        best_at = tl.where(better, column, best_at)
+    peak = tl.max(best, 0)
+    out = at * tl.num_programs(1) + part
+    tl.store(values + out, peak)
+    tl.store(indices + out, tl.min(tl.where(best == peak, best_at, width), 0))
+    tl.store(lefts + out, tl.sum(left_sum, 0))
+    tl.store(alikes + out, tl.sum(alike, 0))
+
+
+# fmt: off
+@triton.jit
+def _settle(
+    drafts, lots, scales, is_drawn, reached, likely, lefts, alikes, values, indices,
+    choices, num_correct, gain, drafts_stride, lots_stride, parts,
+    B: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+):
+    # fmt: on
+    """Keep or drop the drafts of a request."""
+    request = tl.program_id(0).to(tl.int64)
+    row, part = tl.arange(0, ROWS), tl.arange(0, PARTS)
+    is_row, is_draft = row < B, row < B - 1
+    at = (request * B + row)[:, None] * parts + part[None, :]
+    live = is_row[:, None] & (part[None, :] < parts)
+    value = tl.load(values + at, mask=live, other=float("-inf"))
+    index = tl.load(indices + at, mask=live, other=0)
+    peak = tl.max(value, 1)
+    choice = tl.min(tl.where(live & (value == peak[:, None]), index, 2147483647), 1)
+    draft = tl.load(drafts + request * drafts_stride + row, mask=is_draft, other=-1)
+    parting = tl.min(tl.where(is_draft & (choice == draft), B, row), 0)
+    kept = tl.minimum(parting, B - 1)
+    if tl.load(scales + request) > 0:
+        s = tl.sum(tl.load(lefts + at, mask=live, other=0.0), 1)
+        alike = tl.sum(tl.load(alikes + at, mask=live, other=0.0), 1)
+        at_row = request * B + row
+        a = tl.load(reached + at_row, mask=is_row, other=0.0)
+        likely_p = tl.load(likely + at_row, mask=is_draft, other=0.0)
+        tl.store(gain + request * (B - 1) + row, alike - likely_p, mask=is_draft)
+        if tl.load(is_drawn + request):
+            is_later = is_row & (row > 0)
+            lot = tl.load(lots + request * lots_stride + row - 1, mask=is_later, other=1.0)
+            chance = tl.where(a < 1, s / (s + 1 - a), 1.0)
+            kept = tl.max(tl.where(is_later & (chance > lot), row, 0), 0)
+            choice = tl.where(row < kept, draft.to(tl.int32), choice)
+    else:
+        tl.store(gain + request * (B - 1) + row, tl.zeros([ROWS], tl.float32), mask=is_draft)
+    tl.store(choices + request * B + row, choice.to(tl.int64), mask=is_row)
+    tl.store(num_correct + request, kept)
+
+
+# fmt: off
+def verify_drawn(
+    logits: Tensor, drafted: Tensor, drafts: Tensor, likeliest: Tensor, noise: Noise, lots: Tensor,
+    *, is_drawn: Tensor, logit_cap: float = 0.0,
+) -> Verdict:
+    # fmt: on
+    """Do what `draws.verify_drawn` does; a request without noise has no gain."""
+    requests, rows, width = logits.shape
+    device = logits.device
+    blocks = triton.cdiv(width, BLOCK)
+    parts = min(blocks, max(1, triton.cdiv(PROGRAMS, requests * rows)))
+    part_width = triton.cdiv(blocks, parts) * BLOCK
+    parts = triton.cdiv(width, part_width)
+    p_peaks, p_sums, q_peaks, q_sums, values, lefts, alikes = torch.empty(
+        7, requests * rows, parts, device=device
+    )
+    indices = torch.empty(requests * rows, parts, dtype=torch.int32, device=device)
+    p_whole, q_whole, reached, likely = torch.empty(4, requests * rows, device=device)
+    choices = torch.empty(requests, rows, dtype=torch.int64, device=device)
+    num_correct = torch.empty(requests, dtype=torch.int32, device=device)
+    gain = torch.empty(requests, rows - 1, device=device)
+    size = {"ROWS": triton.next_power_of_2(rows), "PARTS": triton.next_power_of_2(parts)}
+    scan = {"LOGIT_CAP": logit_cap, "BLOCK": BLOCK, "num_warps": 4}
+    strides = (logits.stride(0), logits.stride(1), drafted.stride(0), drafted.stride(1))
+    _sum_parts[(requests * rows, parts)](
+        logits, noise.scales, p_peaks, p_sums, *strides[:2], rows, width, part_width, **scan
+    )
+    _sum_parts[(requests * (rows - 1), parts)](
+        drafted, noise.scales, q_peaks, q_sums, *strides[2:], rows - 1, width, part_width, **scan
+    )
+    _reach[(requests,)](
+        *(logits, drafted, drafts, likeliest, noise.scales, is_drawn),
+        *(p_peaks, p_sums, q_peaks, q_sums, p_whole, q_whole, reached, likely),
+        *(*strides, drafts.stride(0), likeliest.stride(0), parts),
+        B=rows,
+        LOGIT_CAP=logit_cap,
+        **size,
+    )
+    _draw_parts[(requests * rows, parts)](
+        *(logits, drafted, noise.keys, noise.scales, is_drawn, p_whole, q_whole, reached),
+        *(lefts, alikes, values, indices, *strides, noise.keys.stride(0), width, part_width),
+        B=rows,
+        **scan,
+    )
+    _settle[(requests,)](
+        *(drafts, lots, noise.scales, is_drawn, reached, likely),
+        *(lefts, alikes, values, indices, choices, num_correct, gain),
+        *(drafts.stride(0), lots.stride(0), parts),
+        B=rows,
+        **size,
+    )
+    return Verdict(choices, num_correct, gain)
