@@ -119,9 +119,10 @@ def _training(run: dict[str, Any], scores: dict[str, Any]) -> str:
     share = scores.get("share", 1.0)
     cut = f" (stopped after {share:.0%} of the schedule)" if share < 1 else ""
     settings = run["settings"]
+    begun = f"From the drafter {settings['init_from']}: " if settings.get("init_from") else ""
     return (
-        f"{scores.get('step', 0)} steps in {scores.get('seconds', 0) / 60:.1f} minutes{cut} on "
-        f"{run['device']}: {settings['labels']} labels, {settings['optimizer']}, seed "
+        f"{begun}{scores.get('step', 0)} steps in {scores.get('seconds', 0) / 60:.1f} minutes{cut} "
+        f"on {run['device']}: {settings['labels']} labels, {settings['optimizer']}, seed "
         f"{settings['seed']}. {used}.\n\n{commands}"
     )
 

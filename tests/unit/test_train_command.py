@@ -371,7 +371,9 @@ def test_a_drafter_is_trained_further_from_its_own_weights(out: Path, tmp_path: 
     assert after.config == before.config
     was, now = (torch.cat([p.flatten() for p in d.parameters()]) for d in (before, after))
     assert 0 < (now - was).norm() < 0.01 * was.norm()
-    assert f"--init-from {tiny_drafter()}" in (folder / "drafter" / "README.md").read_text()
+    card = (folder / "drafter" / "README.md").read_text()
+    assert f"--init-from {tiny_drafter()}" in card
+    assert f"From the drafter {tiny_drafter()}: " in card
 
 
 def test_what_cannot_be_trained_further_is_refused(
