@@ -6,7 +6,7 @@ how alike the two distributions are. No probability is written to memory. A row 
 between and after the passes one program for each request puts the parts together, finds how far a
 prefix is reached, and keeps or drops the drafts.
 
-Layout contract: logits [b, B, V] and drafted [b, B - 1, V] with adjacent columns; B at most 32.
+Layout contract: logits [b, B, V] and drafted [b, B - 1, V] with adjacent columns.
 NaN has no weight, and a request without noise is greedy.
 """
 
@@ -116,7 +116,7 @@ def _reach(
         before = (row[None, :] < row[:, None]) & is_draft[None, :]
         total = tl.sum(tl.where(before, step[None, :], 0.0), 1)
         below = row[None, :] <= row[:, None]
-        highest = tl.max(tl.where(below, _across(total, ROWS), LOWEST), 1)
+        highest = tl.max(tl.where(below, total[None, :], LOWEST), 1)
         chance = tl.where(drawn, tl.exp(total - tl.maximum(highest, 0.0)), 1.0)
         out = request * B + row
         tl.store(p_whole + out, p_sum, mask=is_row)
@@ -124,12 +124,6 @@ def _reach(
         tl.store(q_whole + out, tl.where(is_draft & (q_sum > LOWEST), q_sum, -LOWEST), mask=is_row)
         tl.store(reached + out, chance, mask=is_row)
         tl.store(likely + out, tl.exp(x - p_sum), mask=is_draft)
-
-
-@triton.jit
-def _across(x, ROWS: tl.constexpr):
-    """Return a vector as every row of a square."""
-    return tl.broadcast_to(x[None, :], [ROWS, ROWS])
 
 
 # fmt: off
