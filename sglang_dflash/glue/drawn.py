@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ class SampledDrafts:
     noise: Noise
     lots: Tensor  # [b, B - 1] fp32, uniform from 0 to 1
 
-    @property
+    @cached_property
     def verified(self) -> Tensor:
         return torch.where(self.is_drawn[:, None], self.drawn, self.likeliest)
 

@@ -103,48 +103,43 @@ class VerifyHead:
         `few` says that some requests draw from 2 to MAX_TOP_K tokens, `free` that some draw from
         all; the others are greedy.
         """
-        filtered = self._draw_from_few(logits, info, drafts) if few else None
-        if filtered is not None and not free:
-            return filtered
         drafted = drafts.logits
+        requests = drafts.is_drawn.shape[0]
+        is_free = (info.top_ks > MAX_TOP_K)[:, None]
+        choices = None
+        if few:
+            choices = self._ops.sample_rows(
+                logits,
+                drafts.noise,
+                temperatures=info.temperatures.flatten(),
+                top_ks=info.top_ks.clamp(max=MAX_TOP_K),
+                top_ps=info.top_ps,
+                logit_cap=self.cap,
+            ).view(requests, -1)
+        if choices is not None and not free:
+            return Chosen(choices, gain=_gain(choices, drafts))
         if drafted is None or drafted.shape[-1] != logits.shape[-1]:
-            every = self._compare(self._ops.argmax_rows(logits, self.cap, drafts.noise), drafts)
-        else:
-            every = Chosen(
-                *self._ops.verify_drawn(
-                    logits.unflatten(0, drafted.shape[:1] + (-1,)),
-                    drafted,
-                    drafts.verified,
-                    drafts.likeliest,
-                    drafts.noise,
-                    drafts.lots,
-                    is_drawn=drafts.is_drawn,
-                    logit_cap=self.cap,
-                )
-            )
-        if filtered is None:
-            return every
-        is_free = info.top_ks > MAX_TOP_K
-        return Chosen(*(_where(is_free, *both) for both in zip(every, filtered, strict=True)))
-
-    def _draw_from_few(self, logits: Tensor, info: Any, drafts: SampledDrafts) -> Chosen:
-        choices = self._ops.sample_rows(
-            logits,
+            drawn = self._ops.argmax_rows(logits, self.cap, drafts.noise).view(requests, -1)
+            choices = drawn if choices is None else drawn.where(is_free, choices)
+            return Chosen(choices, gain=_gain(choices, drafts))
+        verdict = self._ops.verify_drawn(
+            logits.unflatten(0, (requests, -1)),
+            drafted,
+            drafts.verified,
+            drafts.likeliest,
             drafts.noise,
-            temperatures=info.temperatures.flatten(),
-            top_ks=info.top_ks.clamp(max=MAX_TOP_K),
-            top_ps=info.top_ps,
+            drafts.lots,
+            is_drawn=drafts.is_drawn,
             logit_cap=self.cap,
         )
-        return self._compare(choices, drafts)
-
-    def _compare(self, choices: Tensor, drafts: SampledDrafts) -> Chosen:
-        """Keep the drafts that the target's own draws fall on."""
-        choices = choices.view(drafts.is_drawn.shape[0], -1)
-        own = choices[:, :-1]
-        gain = (drafts.drawn == own).float() - (drafts.likeliest == own).float()
-        kept = (drafts.verified == own).int().cumprod(dim=1).sum(dim=1, dtype=torch.int32)
-        return Chosen(choices, kept, gain)
+        if choices is None:
+            return Chosen(*verdict)
+        agreed = (drafts.verified == choices[:, :-1]).int().cumprod(dim=1)
+        return Chosen(
+            verdict.choices.where(is_free, choices),
+            verdict.num_correct.where(is_free[:, 0], agreed.sum(dim=1, dtype=torch.int32)),
+            verdict.gain.where(is_free, _gain(choices, drafts)),
+        )
 
     def plain(self, logits: Tensor) -> Tensor:
         """Return the logits as plain decoding hands them to its sampler; may overwrite them."""
@@ -154,10 +149,10 @@ class VerifyHead:
         return logits
 
 
-def _where(condition: Tensor, one: Tensor | None, other: Tensor | None) -> Tensor:
-    """Choose by request, whatever belongs to it."""
-    assert one is not None and other is not None
-    return torch.where(condition.view(-1, *[1] * (one.dim() - 1)), one, other)
+def _gain(choices: Tensor, drafts: SampledDrafts) -> Tensor:
+    """Return which drawn drafts the target's own draws fall on, less which likeliest ones."""
+    own = choices[:, :-1]
+    return (drafts.drawn == own).float() - (drafts.likeliest == own).float()
 
 
 def _raw_when_verifying(processor: Any, original: Callable[..., Tensor]) -> Callable[..., Tensor]:

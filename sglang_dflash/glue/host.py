@@ -123,12 +123,12 @@ class Engine:
             noise = Noise(noise.keys.roll(1, dims=1), noise.scales)
         logits = self.head.multiply(hidden, room)
         drafts = self.head.choose(logits, logit_cap=cap, noise=noise).unflatten(1, (size, -1))
-        width = self.config.block_size - 1
-        by_block = self._by_block(logits, size)
-        return drafts[:, :, -width:], by_block if by_block is None else by_block[:, -width:]
+        return drafts[:, :, 1 - self.config.block_size :], self._by_block(logits, size)
 
     def _by_block(self, logits: Tensor, size: int) -> Tensor | None:
-        return logits.unflatten(0, (size, -1)) if self.head.sees_all else None
+        if not self.head.sees_all:
+            return None
+        return logits.unflatten(0, (size, -1))[:, 1 - self.config.block_size :]
 
     def _context_hidden(self, features: Tensor) -> Tensor:
         model = self.draft_runner.model

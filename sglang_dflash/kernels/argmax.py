@@ -26,13 +26,23 @@ PROGRAMS = 1056
 
 
 @triton.jit
-def _keep_better(x, column, best, at):
+def capped(x, LOGIT_CAP: tl.constexpr):
+    """Return logits in fp32, bent by the cap where there is one."""
+    x = x.to(tl.float32)
+    if LOGIT_CAP > 0:
+        # tanh by the sigmoid, which saturates without overflow
+        x = (2.0 * tl.sigmoid(2.0 * (x / LOGIT_CAP)) - 1.0) * LOGIT_CAP
+    return x
+
+
+@triton.jit
+def keep_better(x, column, best, at):
     better = x > best
     return tl.where(better, x, best), tl.where(better, column, at)
 
 
 @triton.jit
-def _store_winner(best, at, values, indices, out, width):
+def store_winner(best, at, values, indices, out, width):
     # within a lane the first of equals stayed; between lanes the lowest column wins
     peak = tl.max(best, 0)
     column = tl.min(tl.where(best == peak, at, width), 0)
@@ -64,23 +74,22 @@ def _argmax_parts(
         x = tl.load(logits + row * row_stride + column, mask=column < end, other=float("-inf"))
         x = x.to(tl.float32)
         if BOTH:
-            likely, likely_at = _keep_better(x, column, likely, likely_at)
+            likely, likely_at = keep_better(x, column, likely, likely_at)
         if not BOTH or scale > 0:
             if LOGIT_CAP > 0:
-                # tanh by the sigmoid, which saturates without overflow
-                x = (2.0 * tl.sigmoid(2.0 * (x / LOGIT_CAP)) - 1.0) * LOGIT_CAP
+                x = capped(x, LOGIT_CAP)
                 x = tl.where(column < end, x, float("-inf"))
             if NOISE:  # noqa: SIM102  (what follows is known when the kernel runs, this before)
                 if scale > 0:
                     x += scale * gumbel(key, column)
-            best, at = _keep_better(x, column, best, at)
+            best, at = keep_better(x, column, best, at)
     out = row * tl.num_programs(1) + part
     if BOTH:
-        _store_winner(likely, likely_at, values, indices, out, width)
+        store_winner(likely, likely_at, values, indices, out, width)
         if scale <= 0:
             best, at = likely, likely_at
         out += tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
-    _store_winner(best, at, values, indices, out, width)
+    store_winner(best, at, values, indices, out, width)
 
 
 @triton.jit
@@ -105,13 +114,18 @@ def argmax_and_draw(logits: Tensor, logit_cap: float, noise: Noise) -> Tensor:
     return _argmax(logits, logit_cap, noise, kinds=2)
 
 
+def cut_rows(rows: int, width: int, block: int) -> tuple[int, int]:
+    """Return into how many parts to cut each of so many rows, and the width of a part."""
+    blocks = triton.cdiv(width, block)
+    parts = min(blocks, max(1, triton.cdiv(PROGRAMS, rows)))
+    part_width = triton.cdiv(blocks, parts) * block
+    return triton.cdiv(width, part_width), part_width
+
+
 def _argmax(logits: Tensor, logit_cap: float, noise: Noise | None, *, kinds: int) -> Tensor:
     rows, width = logits.shape
     out = torch.empty(kinds, rows, dtype=torch.int64, device=logits.device)
-    blocks = triton.cdiv(width, BLOCK)
-    parts = min(blocks, max(1, triton.cdiv(PROGRAMS, rows)))
-    part_width = triton.cdiv(blocks, parts) * BLOCK
-    parts = triton.cdiv(width, part_width)
+    parts, part_width = cut_rows(rows, width, BLOCK)
     values = torch.empty(kinds, rows, parts, dtype=torch.float32, device=logits.device)
     indices = torch.empty(kinds, rows, parts, dtype=torch.int32, device=logits.device)
     # without noise these are not read

@@ -71,6 +71,11 @@ def _noise_of(noise: Noise, rows: int, width: int) -> tuple[Tensor, Tensor]:
     return gumbel(noise.keys[:, :per_request].flatten(), width), scales
 
 
+def _capped(logits: Tensor, logit_cap: float) -> Tensor:
+    logits = logits.float()
+    return logit_cap * torch.tanh(logits / logit_cap) if logit_cap > 0 else logits
+
+
 def argmax_rows(
     logits: Tensor,  # [n, V]
     logit_cap: float = 0.0,
@@ -81,9 +86,7 @@ def argmax_rows(
     With noise that is a draw at the temperature which the noise is scaled by. Of equal values the
     first wins.
     """
-    logits = logits.float()
-    if logit_cap > 0:
-        logits = logit_cap * torch.tanh(logits / logit_cap)
+    logits = _capped(logits, logit_cap)
     if noise is not None:
         added, scales = _noise_of(noise, *logits.shape)
         logits = torch.addcmul(logits, scales, added)
@@ -123,10 +126,7 @@ def sample_rows(
     temperatures, top_ks, top_ps = (
         each.repeat_interleave(per_request) for each in (temperatures, top_ks, top_ps)
     )
-    logits = logits.float()
-    if logit_cap > 0:
-        logits = logit_cap * torch.tanh(logits / logit_cap)
-    logits = logits / temperatures[:, None]
+    logits = _capped(logits, logit_cap) / temperatures[:, None]
     probs = torch.softmax(logits, dim=-1)
     ordered, index = probs.sort(dim=-1, descending=True)
     # equal ones begin where the first of them does
@@ -188,7 +188,7 @@ def verify_drawn(
     added = gumbel(keys.flatten(), p.shape[2]).view_as(p)
     choices = (torch.maximum(left, FLOOR * p).log() + added).argmax(-1)
     is_greedy = noise.scales <= 0
-    choices = torch.where(is_greedy[:, None], _capped(logits, logit_cap).argmax(-1), choices)
+    choices = torch.where(is_greedy[:, None], _numbers(logits, logit_cap).argmax(-1), choices)
     walked = (choices[:, :-1] == drafts).long().cumprod(1).sum(1)
     by_block = is_drawn & ~is_greedy
     num_correct = torch.where(by_block, last_kept, walked)
@@ -199,15 +199,13 @@ def verify_drawn(
     return Verdict(choices, num_correct.int(), gain)
 
 
-def _capped(logits: Tensor, logit_cap: float) -> Tensor:
+def _numbers(logits: Tensor, logit_cap: float) -> Tensor:
     """Return logits in fp32, capped; -inf for what is no number."""
-    logits = logits.float()
-    if logit_cap > 0:
-        logits = logit_cap * torch.tanh(logits / logit_cap)
+    logits = _capped(logits, logit_cap)
     return torch.where(logits.isnan(), float("-inf"), logits)
 
 
 def _probabilities(logits: Tensor, temperatures: Tensor, logit_cap: float) -> Tensor:
     """Return the distribution of each row; what is no number has no weight."""
-    logits = _capped(logits, logit_cap)
+    logits = _numbers(logits, logit_cap)
     return torch.softmax(logits / temperatures, dim=-1).nan_to_num(0.0)

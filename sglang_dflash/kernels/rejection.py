@@ -18,12 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sglang_dflash.kernels.argmax import capped, cut_rows, keep_better, store_winner
 from sglang_dflash.kernels.draws import FLOOR, SALT, Noise, Verdict
 from sglang_dflash.kernels.noise import gumbel
 
 BLOCK = 2048
-# programs to aim for: about eight per multiprocessor of an H200
-PROGRAMS = 1056
 _FLOOR = tl.constexpr(FLOOR)
 _SALT = tl.constexpr(SALT)
 LOWEST = tl.constexpr(-1e30)
@@ -32,11 +31,8 @@ LOWEST = tl.constexpr(-1e30)
 @triton.jit
 def _scaled(x, temperature, LOGIT_CAP: tl.constexpr):
     """Return logits capped and divided by the temperature; -inf for what is no number."""
-    x = x.to(tl.float32)
-    is_number = x == x
-    if LOGIT_CAP > 0:
-        x = (2.0 * tl.sigmoid(2.0 * (x / LOGIT_CAP)) - 1.0) * LOGIT_CAP
-    return tl.where(is_number, x / temperature, float("-inf"))
+    x = capped(x, LOGIT_CAP) / temperature
+    return tl.where(x == x, x, float("-inf"))
 
 
 # fmt: off
@@ -166,13 +162,9 @@ def _draw_parts(
             left = tl.maximum(left, p * _FLOOR)
             drawn_at = tl.log(tl.maximum(left, 1e-37)) + gumbel(key, column)
             x = tl.where(left > 0, drawn_at, float("-inf"))
-        better = x > best
-        best = tl.where(better, x, best)
-        best_at = tl.where(better, column, best_at)
-    peak = tl.max(best, 0)
+        best, best_at = keep_better(x, column, best, best_at)
     out = at * tl.num_programs(1) + part
-    tl.store(values + out, peak)
-    tl.store(indices + out, tl.min(tl.where(best == peak, best_at, width), 0))
+    store_winner(best, best_at, values, indices, out, width)
     tl.store(lefts + out, tl.sum(left_sum, 0))
     tl.store(alikes + out, tl.sum(alike, 0))
 
@@ -226,10 +218,7 @@ def verify_drawn(
     """Do what `draws.verify_drawn` does; a request without noise has no gain."""
     requests, rows, width = logits.shape
     device = logits.device
-    blocks = triton.cdiv(width, BLOCK)
-    parts = min(blocks, max(1, triton.cdiv(PROGRAMS, requests * rows)))
-    part_width = triton.cdiv(blocks, parts) * BLOCK
-    parts = triton.cdiv(width, part_width)
+    parts, part_width = cut_rows(requests * rows, width, BLOCK)
     p_peaks, p_sums, q_peaks, q_sums, values, lefts, alikes = torch.empty(
         7, requests * rows, parts, device=device
     )

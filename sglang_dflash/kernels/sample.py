@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sglang_dflash.kernels.argmax import capped
 from sglang_dflash.kernels.draws import Noise
 from sglang_dflash.kernels.noise import gumbel
 
@@ -49,15 +50,6 @@ def _order(x, BITS: tl.constexpr):
 def _is_number(x):
     x = x.to(tl.float32)
     return x == x
-
-
-@triton.jit
-def _scaled(x, temperature, LOGIT_CAP: tl.constexpr):
-    """Return logits as they are compared and summed: capped, and divided by the temperature."""
-    x = x.to(tl.float32)
-    if LOGIT_CAP > 0:
-        x = (2.0 * tl.sigmoid(2.0 * (x / LOGIT_CAP)) - 1.0) * LOGIT_CAP
-    return x / temperature
 
 
 @triton.jit
@@ -117,7 +109,7 @@ def _gather_from(
         if here > 0:
             at = gathered + tl.cumsum(chosen, 0) - 1
             fits = (chosen > 0) & (at < CANDIDATES)
-            tl.store(values + at, _scaled(raw, temperature, LOGIT_CAP), mask=fits)
+            tl.store(values + at, capped(raw, LOGIT_CAP) / temperature, mask=fits)
             tl.store(indices + at, column, mask=fits)
             gathered += here
     return gathered
@@ -145,7 +137,7 @@ def _gather(
     for start in tl.range(0, width, BLOCK, num_stages=STAGES):
         _, raw, order = _load(logits, start, width, BITS, BLOCK)
         best = tl.maximum(best, order)
-        x = tl.where(order > 0, _scaled(raw, temperature, LOGIT_CAP), float("-inf"))
+        x = tl.where(order > 0, capped(raw, LOGIT_CAP) / temperature, float("-inf"))
         higher = tl.maximum(peak, x)
         # what is infinitely low has no weight, and a lane that has seen nothing else no sum
         seen = higher > float("-inf")

@@ -216,10 +216,10 @@ def generate(
     prompt_len = len(input_ids)
     by_block = isinstance(choose, BlockRule)
     state = prefill(target, drafter, input_ids, choose.choose if by_block else choose)
+    drafts = choose if by_block else greedy
     blocks, commit_lens = [], []
     kept = _keep(state.token_ids[prompt_len:], max_new_tokens, eos_token_ids)
     while kept is None:
-        drafts = choose if by_block else greedy
         block = draft_block(target, drafter, state, block_size=block_size, choose=drafts)
         blocks.append(block)
         commit_lens.append(verify_block(target, drafter, state, block=block, choose=choose))

@@ -250,12 +250,6 @@ def test_index_prefixes(window: int) -> None:
     assert_same(*found)
 
 
-if not INTERPRETED:
-
-    def test_every_kernel_holds_in_the_interpreter() -> None:
-        hold_in_the_interpreter(__file__)
-
-
 @runs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "width"), [(2, 5), (16, 700), (5, 4100)])
@@ -290,3 +284,9 @@ def test_verify_drawn(rows: int, width: int, dtype: torch.dtype) -> None:
         assert_same(one.choices[1], TORCH.argmax_rows(logits[1], cap))
     if rows > 2:
         assert 0 < one.num_correct[is_drawn & noisy].float().mean() < rows - 1
+
+
+if not INTERPRETED:
+
+    def test_every_kernel_holds_in_the_interpreter() -> None:
+        hold_in_the_interpreter(__file__)

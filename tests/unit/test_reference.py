@@ -250,10 +250,9 @@ def test_a_block_rule_commits_its_drafts_and_a_token_of_its_own():
         assert list(kept) == text[block.start : block.start + length]
     # untrained, and so uncertain that some drafts are kept by luck
     assert sum(found.commit_lens) - len(found.commit_lens) > 0
-    again = BlockRule(1.0, seed=0)
-    assert generate(
-        target, drafter, prompt, max_new_tokens=60, block_size=5, choose=again
-    ).token_ids == (found.token_ids)
+    rule = BlockRule(1.0, seed=0)
+    again = generate(target, drafter, prompt, max_new_tokens=60, block_size=5, choose=rule)
+    assert again.token_ids == found.token_ids
 
 
 def test_generation_stops_at_the_end_token_and_keeps_it():
