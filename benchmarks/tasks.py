@@ -37,6 +37,7 @@ from task_report import Answer, compare, draw, is_right, tables
 
 from server import ServerProcess, free_port
 from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.train.prompts import sha256
 
 TASKS = ("gsm8k", "math500", "humaneval", "mbpp", "mtbench")
 REQUEST_TIMEOUT_S = 1800
@@ -156,6 +157,13 @@ def ask_all(
     return time.monotonic() - start, answers, failures
 
 
+def describe_pair(target: str, drafter: str) -> dict[str, str]:
+    """Return the pair's names, and which drafter it is where its folder is here."""
+    pair = {"target": systems.short_path(target), "drafter": systems.short_path(drafter)}
+    weights = Path(drafter) / "model.safetensors"
+    return {**pair, "drafter_sha256": sha256(weights)} if weights.is_file() else pair
+
+
 def meter(server: ServerProcess) -> dict[str, int] | None:
     """Return the server's own counts, None where our DFLASH does not run."""
     ours = server.state().get("sglang_dflash")
@@ -226,6 +234,7 @@ class Run:
         self.results: dict[str, dict[str, Any]] = {}
         self._answers: dict[tuple[str, Point], list[Answer]] = {}
         self._about = systems.provenance(options.commit, hidden=("--data",))
+        self._pair = describe_pair(options.model_path, options.draft_model_path)
 
     def run_system(self, system: str) -> None:
         result = self.results[system] = {"points": []}
@@ -268,11 +277,7 @@ class Run:
         return {"equal_to_plain": compare(plain, self._answers[system, point])}
 
     def found(self) -> dict[str, Any]:
-        pair = {
-            "target": systems.short_path(self.options.model_path),
-            "drafter": systems.short_path(self.options.draft_model_path),
-        }
-        return {**self._about, "pair": pair, "results": self.results}
+        return {**self._about, "pair": self._pair, "results": self.results}
 
     def write(self, *, picture: bool) -> None:
         if self.options.out:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from server import ROOT
+from sglang_dflash.pairs import tiny_drafter
 from sglang_dflash.train.data import sample_prompts
 
 TASKS = {"gsm8k": 1, "mtbench": 2}  # turns
@@ -86,7 +88,12 @@ def test_the_result_says_where_it_comes_from(found: dict[str, Any], out: Path) -
     assert found["command"].startswith("python benchmarks/tasks.py --tasks gsm8k mtbench")
     assert found["sglang"] and found["torch"]
     tiny = "sglang_dflash/pairs/tiny"
-    assert found["pair"] == {"target": f"{tiny}/target", "drafter": f"{tiny}/drafter"}
+    weights = (tiny_drafter() / "model.safetensors").read_bytes()
+    assert found["pair"] == {
+        "target": f"{tiny}/target",
+        "drafter": f"{tiny}/drafter",
+        "drafter_sha256": hashlib.sha256(weights).hexdigest(),
+    }
     assert str(out.parent) not in out.with_suffix(".json").read_text()
 
 
