@@ -65,17 +65,16 @@ class ServerProcess:
         if threading.current_thread() is threading.main_thread():
             # `timeout` ends a program so: its servers must not outlive it
             signal.signal(signal.SIGTERM, _leave)
-        handle, name = tempfile.mkstemp(prefix="sglang-dflash-", suffix=".log")
-        self._log = Path(name)
+        # without a name, so that nothing is left of it
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._began = time.monotonic()
         self._process = subprocess.Popen(
             command,
-            stdout=handle,
+            stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env={**os.environ, "PYTHON": sys.executable, **env},
         )
-        os.close(handle)
         atexit.register(self.stop)
 
     def __enter__(self) -> Self:
@@ -109,7 +108,9 @@ class ServerProcess:
         return self._process.wait(timeout)
 
     def log(self) -> str:
-        return self._log.read_text(errors="replace")
+        # at a place of its own: the server writes where the file's stands
+        read = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0)
+        return read.decode(errors="replace").replace("\r", "\n")
 
     def state(self) -> dict[str, Any]:
         """Return the scheduler's part of /server_info."""

@@ -1,0 +1,39 @@
+"""launch/server.py with a command that is no server."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from server import ServerProcess, free_port
+
+
+def test_a_server_that_ends_is_reported_with_its_log_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    says = "print('loading 1%\\rloading 2%'); print('no such model'); raise SystemExit(3)"
+    server = ServerProcess([sys.executable, "-c", says], port=free_port(), env={})
+    with pytest.raises(RuntimeError, match="start-up:\nloading 1%\nloading 2%\nno such model"):
+        server.wait(timeout_s=60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_log_can_be_read_while_it_is_written(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    says = (
+        "import pathlib, time\n"
+        "print('first', flush=True)\n"
+        f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)\n"
+        "print('second', flush=True)\n"
+    )
+    server = ServerProcess([sys.executable, "-c", says], port=free_port(), env={})
+    while server.log() != "first\n":
+        pass
+    go.touch()
+    assert server.wait_for_exit(60) == 0
+    assert server.log() == "first\nsecond\n"
+    server.stop()
