@@ -54,10 +54,11 @@ def switches(system: str, simulate_accept_length: float = 0.0) -> dict[str, str]
 def memory_by_part(state: dict[str, Any], log: str) -> dict[str, Any]:
     """Return gigabytes by part: the target's from /server_info, the drafter's from the log.
 
-    SGLang's log has a "Load weight end" and a "Memory pool end" per model, the target's first.
+    SGLang's log has a "Load weight end" and a "Memory pool end" per model, the target's first. Its
+    numbers are what became less free, and below 0 where another process gave memory back meanwhile.
     """
     usage = state["memory_usage"]
-    weights = re.findall(r"Load weight end\..*mem usage=([\d.]+) GB", log)
+    weights = re.findall(r"Load weight end\..*mem usage=(-?[\d.]+) GB", log)
     pools = re.findall(r"Memory pool end\. avail mem=([\d.]+) GB", log)
     found = {
         "target_weights": usage["weight"],
