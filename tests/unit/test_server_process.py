@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,9 @@ def test_the_log_can_be_read_while_it_is_written(tmp_path: Path) -> None:
         "print('second', flush=True)\n"
     )
     server = ServerProcess([sys.executable, "-c", says], port=free_port(), env={})
+    deadline = time.monotonic() + 60
     while server.log() != "first\n":
-        pass
+        assert time.monotonic() < deadline, server.log()
     go.touch()
     assert server.wait_for_exit(60) == 0
     assert server.log() == "first\nsecond\n"
