@@ -105,7 +105,6 @@ class VerifyHead:
         """
         drafted = drafts.logits
         requests = drafts.is_drawn.shape[0]
-        is_free = (info.top_ks > MAX_TOP_K)[:, None]
         choices = None
         if few:
             choices = self._ops.sample_rows(
@@ -116,11 +115,11 @@ class VerifyHead:
                 top_ps=info.top_ps,
                 logit_cap=self.cap,
             ).view(requests, -1)
-        if choices is not None and not free:
-            return Chosen(choices, gain=_gain(choices, drafts))
+            if not free:
+                return Chosen(choices, gain=_gain(choices, drafts))
         if drafted is None or drafted.shape[-1] != logits.shape[-1]:
             drawn = self._ops.argmax_rows(logits, self.cap, drafts.noise).view(requests, -1)
-            choices = drawn if choices is None else drawn.where(is_free, choices)
+            choices = drawn if choices is None else drawn.where(_is_free(info), choices)
             return Chosen(choices, gain=_gain(choices, drafts))
         verdict = self._ops.verify_drawn(
             logits.unflatten(0, (requests, -1)),
@@ -134,6 +133,7 @@ class VerifyHead:
         )
         if choices is None:
             return Chosen(*verdict)
+        is_free = _is_free(info)
         agreed = (drafts.verified == choices[:, :-1]).int().cumprod(dim=1)
         return Chosen(
             verdict.choices.where(is_free, choices),
@@ -147,6 +147,11 @@ class VerifyHead:
         if self.cap:
             compat.fused_softcap(logits, self.cap)
         return logits
+
+
+def _is_free(info: Any) -> Tensor:
+    """Return which requests draw from all tokens, [b, 1] bool."""
+    return (info.top_ks > MAX_TOP_K)[:, None]
 
 
 def _gain(choices: Tensor, drafts: SampledDrafts) -> Tensor:

@@ -108,7 +108,8 @@ def test_memory_is_read_part_by_part(draft_weights: float) -> None:
     log = "\n".join(
         [
             "Load weight end. type=Qwen3ForCausalLM, avail mem=120.00 GB, mem usage=15.27 GB.",
-            f"Load weight end. type=DFlash, avail mem=118 GB, mem usage={draft_weights} GB.",
+            "Load weight end. type=DFlashDraftModel, avail mem=118.00 GB, "
+            f"mem usage={draft_weights:.2f} GB.",
             "Memory pool end. avail mem=30.50 GB",
             "Memory pool end. avail mem=20.25 GB",
         ]
