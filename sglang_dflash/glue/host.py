@@ -68,7 +68,6 @@ class Engine:
         choice is asked for, is known later; but a graph's launches cost the host nothing."""
         layers = self.draft_runner.model.layers
 
-        @torch.no_grad()
         def finish(runner: Any, output: Any, _forward_batch: Any, num_tokens: int) -> None:
             weights = [layer.self_attn.kv_weight for layer in layers]
             if self.graph_projected is None:
@@ -82,7 +81,7 @@ class Engine:
             for weight, room in zip(weights, self.graph_projected[:, :num_tokens], strict=True):
                 torch.matmul(hidden, weight.T, out=room)
 
-        self.target_runner.capture_tail_hooks.append(finish)
+        _end_graphs_with(finish, self.target_runner)
 
     def draft_head_in_graph(self, max_requests: int) -> None:
         """Have captured draft graphs end in the head and its choices, written to `graph_drafts`,
@@ -100,7 +99,7 @@ class Engine:
             room = self.graph_logits[: size * width]
             self.graph_drafts[:, :size], _ = self.draft_head(hidden, self.noise.room(size), room)
 
-        self.draft_runner.capture_tail_hooks.append(head)
+        _end_graphs_with(head, self.draft_runner)
 
     def drafts_of_graph(self, size: int) -> tuple[Tensor, Tensor | None]:
         """Return what `draft_head` would for so many requests, from a graph that ran."""
@@ -173,6 +172,15 @@ class Engine:
             cos_sin=attentions[0].rotary_emb.cos_sin_cache,
             eps=self.draft_runner.model.config.rms_norm_eps,
         )
+
+
+def _end_graphs_with(tail: Callable[..., None], runner: Any) -> None:
+    """Have a runner's captured graphs end in `tail`.
+
+    SGLang captures outside of its models' own `no_grad`, and some weights that a tail reads require
+    gradients: a tied embedding, for one, is a plain nn.Embedding.
+    """
+    runner.capture_tail_hooks.append(torch.no_grad()(tail))
 
 
 class BatchHost:

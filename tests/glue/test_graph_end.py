@@ -1,4 +1,8 @@
-"""Choices, drafts and draft KV are the same whether the end of a graph has made them or not."""
+"""Choices, drafts and draft KV are the same whether the end of a graph has made them or not.
+
+Every weight here requires gradients, and no test turns them off where SGLang would not: it calls
+the ends of graphs outside of any `no_grad`, and Gemma's tied embedding requires gradients there.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,10 @@ from sglang_dflash.kernels import TORCH
 LAYERS, HIDDEN, KV_HEADS, DIM, SLOTS, VOCAB = 3, 24, 2, 8, 20, 50
 
 
+def weight(*shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(*shape))
+
+
 @pytest.fixture
 def engine() -> Engine:
     torch.manual_seed(0)
@@ -26,8 +34,8 @@ def engine() -> Engine:
     def layer(index: int) -> Any:
         attention = SimpleNamespace(
             attn=SimpleNamespace(layer_id=index),
-            kv_weight=torch.randn(2 * KV_HEADS * DIM, HIDDEN),
-            k_norm=SimpleNamespace(weight=torch.randn(DIM)),
+            kv_weight=weight(2 * KV_HEADS * DIM, HIDDEN),
+            k_norm=SimpleNamespace(weight=weight(DIM)),
             rotary_emb=rotary,
         )
         return SimpleNamespace(self_attn=attention)
@@ -40,13 +48,13 @@ def engine() -> Engine:
     found.target_runner = SimpleNamespace(capture_tail_hooks=[])
     model = SimpleNamespace(
         fc=torch.nn.Linear(2 * HIDDEN, HIDDEN, bias=False),
-        hidden_norm=SimpleNamespace(weight=torch.randn(HIDDEN)),
+        hidden_norm=SimpleNamespace(weight=weight(HIDDEN)),
         layers=[layer(i) for i in range(LAYERS)],
         config=SimpleNamespace(rms_norm_eps=1e-6),
     )
     found.draft_runner = SimpleNamespace(model=model, device="cpu", capture_tail_hooks=[])
     # four rows that no token uses
-    lm_head = SimpleNamespace(weight=torch.randn(VOCAB + 4, HIDDEN))
+    lm_head = SimpleNamespace(weight=weight(VOCAB + 4, HIDDEN))
     found.head = DraftHead(SimpleNamespace(lm_head=lm_head), VOCAB, TORCH)
     found.graph_logits = None
     found.noise = StepNoise(2, 4, "cpu")
@@ -66,6 +74,7 @@ def written(engine: Engine, features: torch.Tensor, *, in_graph: bool) -> torch.
 
 def test_the_end_of_a_graph_chooses_and_projects(engine: Engine) -> None:
     features, logits = torch.randn(8, 2 * HIDDEN), torch.randn(8, 30)
+    assert torch.is_grad_enabled()
     expected = written(engine, features[:4], in_graph=False)
     assert expected[:, :, [3, 12, 19]].abs().min() > 0
     engine.finish_in_graph()
@@ -104,7 +113,8 @@ def test_the_end_of_a_draft_graph_leaves_the_drafts_and_what_they_were_chosen_fr
         hook(SimpleNamespace(capture_bs=[1, 2]), output, None, num_tokens)
         size = num_tokens // 4
         drafts, logits = engine.drafts_of_graph(size)
-        expected, from_logits = engine.draft_head(hidden[:num_tokens], engine.noise.room(size))
+        with torch.inference_mode():  # as in a step
+            expected, from_logits = engine.draft_head(hidden[:num_tokens], engine.noise.room(size))
         assert logits is not None and logits.shape == (size, 3, VOCAB)
         torch.testing.assert_close(logits, from_logits)
         assert torch.equal(drafts, expected) and not torch.equal(drafts[0], drafts[1])
