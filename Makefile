@@ -1,6 +1,7 @@
 # make demo   install, serve on this machine, ask, show acceptance and speed beside plain decoding
 # make chat   the same, asked by you
 # make test   install and run every test that this machine can run
+# make smoke  serve every family of the recipes on this machine's GPU: starts, exact, step time
 VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
@@ -12,7 +13,7 @@ HAS_GPU := import sys, torch, importlib.util as u; \
 RUN = if $(PYTHON) -P -c '$(HAS_GPU)' 2>/dev/null; then python=$(PYTHON); \
   else $(MAKE) --no-print-directory venv && python=$(BIN)/python; fi && $$python
 
-.PHONY: demo chat test lint venv clean
+.PHONY: demo chat test smoke lint venv clean
 
 demo:
 	@$(RUN) launch/demo.py
@@ -23,6 +24,11 @@ chat:
 test: venv lint
 	@# two files at a time: most of the time servers start, and a processor waits
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
+	@$(BIN)/python tests/smoke/since.py
+
+# with the Python that has SGLang and a GPU, at most 8 minutes; SMOKE="--families gemma4" runs a part
+smoke:
+	@$(PYTHON) tests/smoke/run.py $(SMOKE)
 
 lint: venv
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

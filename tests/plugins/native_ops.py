@@ -1,7 +1,9 @@
 """A plug-in for tests on a GPU: SGLang's layers in plain torch, so that fp32 runs.
 
-SGLang's fused norm and activation kernels take half precision only. The exactness tests need fp32,
-where a difference between two correct computations is far smaller than one between two tokens.
+SGLang's fused norm and activation kernels take half precision only, and the tiles of its attention
+kernels outgrow shared memory where head dims are large and a value has four bytes. The exactness
+tests need fp32, where a difference between two correct computations is far smaller than one between
+two tokens.
 """
 
 from __future__ import annotations
@@ -22,3 +24,24 @@ def activate() -> None:
         return self.forward_native if has_native else dispatch(self)
 
     MultiPlatformOp.dispatch_forward = dispatch_forward
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
+        _shrink_attention_tiles()
+
+
+def _shrink_attention_tiles() -> None:
+    from sglang.kernels.ops.attention import decode_attention, extend_attention
+
+    choose = extend_attention._get_block_sizes_for_extend_attention
+
+    def choose_small(head_dim: int, value_dim: int) -> tuple[int, ...]:
+        *dims, _block_m, _block_n, num_warps = choose(head_dim, value_dim)
+        return (*dims, 16, 32, num_warps)
+
+    extend_attention._get_block_sizes_for_extend_attention = choose_small
+    kernel = decode_attention._fwd_grouped_kernel_stage1
+    launch = kernel.run
+
+    def launch_small(*args: Any, **named: Any) -> Any:
+        return launch(*args, **{**named, "BLOCK_N": 16, "num_stages": 1})
+
+    kernel.run = launch_small

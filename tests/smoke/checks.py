@@ -1,0 +1,169 @@
+"""What a server is asked in the smoke, and what must be true of its answers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from server import Server
+from sglang_dflash.pairs import tiny_target
+
+NEW_TOKENS = 24
+PROMPT_LENS = (3, 20, 70, 150, 9, 64, 65, 33, 300, 5, 128, 17)
+SAMPLED = {"temperature": 1.0}
+TOP_K = {"top_k": 40, "top_p": 0.95}
+# so cold that a draw is the greedy token, unless two are within a rounding error
+COLD = {"temperature": 1e-4}
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "penalised": {"temperature": 0.0, "frequency_penalty": 0.7},
+    # longer than an answer
+    "grammar": {"temperature": 0.0, "regex": "[a-z ]{300,400}"},
+    "sampled": SAMPLED,
+    "top_k": SAMPLED | TOP_K,
+}
+EXACT = ("greedy", "penalised", "grammar")
+RIGHT = (1, 4, 15)  # drafts of a block that a scripted drafter gets right
+COLD_SHARE = 0.9
+
+Tokens = list[int]
+
+
+def draw_prompts(seed: int = 5) -> list[Tokens]:
+    """Return prompts of tokens that the embedded tokenizer has."""
+    vocabulary = json.loads((tiny_target() / "config.json").read_text())["vocab_size"]
+    chance = random.Random(seed)
+    return [[chance.randrange(5, vocabulary) for _ in range(length)] for length in PROMPT_LENS]
+
+
+@dataclass
+class Checks:
+    """What was checked of one server: a name, and what is wrong, if anything is."""
+
+    found: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, wrong: str | None) -> None:
+        self.found[name] = wrong or "ok"
+
+    def equal(self, name: str, found: list[Tokens], wanted: list[Tokens]) -> None:
+        differ = [i for i, pair in enumerate(zip(found, wanted, strict=True)) if pair[0] != pair[1]]
+        wrong = f"answers {differ} of {len(wanted)} differ from plain decoding's"
+        if differ:
+            first = differ[0]
+            wrong += f"; {first}: {found[first]}, not {wanted[first]}"
+        self.add(name, wrong if differ else None)
+
+
+def ask(
+    server: Server, prompts: list[Tokens], params: list[dict[str, Any]], rids: list[str] | None
+) -> list[dict[str, Any]]:
+    """Ask for all at once, each with its own sampling parameters."""
+
+    def one(i: int) -> dict[str, Any]:
+        whole = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, **params[i]}
+        return server.generate(prompts[i], rid=rids and rids[i], **whole)
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(one, range(len(prompts))))
+
+
+def tokens(answers: list[dict[str, Any]]) -> list[Tokens]:
+    return [answer["output_ids"] for answer in answers]
+
+
+def ask_plain(plain: Server, prompts: list[Tokens]) -> dict[str, list[Tokens]]:
+    """Return plain decoding's answers to every prompt, by kind."""
+    return {kind: tokens(ask(plain, prompts, [KINDS[kind]] * len(prompts), None)) for kind in EXACT}
+
+
+def check_exact(
+    server: Server, prompts: list[Tokens], wanted: dict[str, list[Tokens]], script: Path
+) -> dict[str, str]:
+    """Compare a server's answers with plain decoding's, alone and together, whatever is drafted."""
+    checks = Checks()
+    greedy = wanted["greedy"]
+    sequences = [prompt + answer for prompt, answer in zip(prompts, greedy, strict=True)]
+    (script / "answers.json").write_text(json.dumps(sequences))
+    for kind in EXACT:
+        params = [KINDS[kind]] * len(prompts)
+        checks.equal(
+            f"{kind}, 1 request",
+            tokens(ask(server, prompts[:1], params[:1], None)),
+            wanted[kind][:1],
+        )
+        together = tokens(ask(server, prompts, params, None))
+        checks.equal(f"{kind}, {len(prompts)} requests", together, wanted[kind])
+    rids = [f"right{RIGHT[i % len(RIGHT)]}-{i}" for i in range(len(prompts))]
+    answers = ask(server, prompts, [KINDS["greedy"]] * len(prompts), rids)
+    checks.equal("drafts known to be right", tokens(answers), greedy)
+    checks.add("as many steps as drafts allow", _wrong_steps(answers))
+    kinds = [list(KINDS)[i % len(KINDS)] for i in range(len(prompts))]
+    mixed = tokens(ask(server, prompts, [KINDS[kind] for kind in kinds], None))
+    chosen = [i for i, kind in enumerate(kinds) if kind in EXACT]
+    checks.equal(
+        "all kinds in one batch", [mixed[i] for i in chosen], [wanted[kinds[i]][i] for i in chosen]
+    )
+    for name, params in {"sampled": COLD, "top_k": COLD | TOP_K}.items():
+        cold = tokens(ask(server, prompts, [params] * len(prompts), None))
+        share = sum(map(_agreed, cold, greedy)) / (NEW_TOKENS * len(prompts))
+        wrong = f"only {share:.2f} of the tokens are the greedy ones"
+        checks.add(f"{name}, so cold that it is greedy", None if share >= COLD_SHARE else wrong)
+    return checks.found
+
+
+def check_answers(server: Server, prompts: list[Tokens], script: Path) -> dict[str, str]:
+    """Ask for every kind alone and together: each answer has its length, and right drafts are
+    accepted. Half precision has near-ties, so that no text is compared."""
+    checks = Checks()
+    for kind, params in KINDS.items():
+        for asked in (prompts[:1], prompts):
+            answers = tokens(ask(server, asked, [params] * len(asked), None))
+            checks.add(f"{kind}, {len(asked)} request(s)", _wrong_lengths(answers))
+            if kind == "greedy":
+                own = answers
+    sequences = [prompt + answer for prompt, answer in zip(prompts, own, strict=True)]
+    (script / "answers.json").write_text(json.dumps(sequences))
+    rids = [f"right15-{i}" for i in range(len(prompts))]
+    answers = ask(server, prompts, [KINDS["greedy"]] * len(prompts), rids)
+    steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+    allowed = NEW_TOKENS * len(prompts) // 2
+    wrong = f"{steps} verify steps, more than {allowed}"
+    checks.add("drafts of its own tokens are accepted", None if steps <= allowed else wrong)
+    return checks.found
+
+
+def check_worker(server: Server, expected: dict[str, Any]) -> dict[str, str]:
+    """See that our worker answers, with the kernels and the schedule that were asked for."""
+    ours = server.state().get("sglang_dflash")
+    if ours is None:
+        return {"our worker": "SGLang's own DFLASH answers"}
+    checks = Checks()
+    for name, value in expected.items():
+        wrong = f"is {ours.get(name)!r}, not {value!r}"
+        checks.add(f"our worker, {name}", None if ours.get(name) == value else wrong)
+    return checks.found
+
+
+def _agreed(found: Tokens, wanted: Tokens) -> int:
+    """Return how many leading tokens are alike."""
+    pairs = zip(found, wanted, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found), len(wanted)))
+
+
+def _wrong_lengths(answers: list[Tokens]) -> str | None:
+    lengths = sorted({len(answer) for answer in answers})
+    return None if lengths == [NEW_TOKENS] else f"answers of {lengths} tokens, not of {NEW_TOKENS}"
+
+
+def _wrong_steps(answers: list[dict[str, Any]]) -> str | None:
+    """Return what is wrong with the steps of answers whose drafts were right by script."""
+    steps = [answer["meta_info"]["spec_verify_ct"] for answer in answers]
+    wanted = [-(-(NEW_TOKENS - 1) // (RIGHT[i % len(RIGHT)] + 1)) for i in range(len(answers))]
+    # with overlap a step more may have begun when the last token is known
+    fits: Callable[[int, int], bool] = lambda found, least: least <= found <= least + 1  # noqa: E731
+    return None if all(map(fits, steps, wanted)) else f"{steps} verify steps, not {wanted}"

@@ -1,0 +1,110 @@
+"""The families that the recipes name, at their real head shapes, with few layers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SHAPES = Path(__file__).resolve().parents[2] / "benchmarks" / "shapes"
+# SGLang captures a layer's output as the input of the next
+FEATURE_LAYERS = [0, 1, 2]
+NUM_LAYERS = 4
+DRAFT_LAYERS = 2
+# what a CPU can run: the same architecture, narrow
+SMALL: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "vocab_size": 2048,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+}
+SMALL_GEMMA: dict[str, Any] = {
+    "swa_head_dim": 16,
+    "swa_v_head_dim": 16,
+    "swa_num_key_value_heads": 2,
+    "v_head_dim": 32,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 2,
+    "vocab_size_per_layer_input": 2048,
+}
+QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-06,
+    "vocab_size": 151936,
+    "dtype": "bfloat16",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A target's architecture. `shapes` names a folder of benchmarks/shapes for target and
+    drafter; `own` stands in for the target's where no recipe serves this family."""
+
+    name: str
+    shapes: str
+    own: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_gemma(self) -> bool:
+        return self.name.startswith("gemma4")
+
+    @property
+    def has_experts(self) -> bool:
+        return self.name.endswith("moe")
+
+    def write(self, folder: Path, *, small: bool = False) -> tuple[Path, Path]:
+        """Write the configs of target and drafter; return their folders."""
+        target = {**(self.own or _read(self.shapes)), "num_hidden_layers": NUM_LAYERS}
+        if self.is_gemma:
+            kinds = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
+            target["layer_types"] = kinds
+        drafter = _read(f"{self.shapes}-draft")
+        drafter |= {
+            "num_hidden_layers": DRAFT_LAYERS,
+            "layer_types": drafter["layer_types"][-DRAFT_LAYERS:],
+            "max_window_layers": DRAFT_LAYERS,
+            "num_target_layers": NUM_LAYERS,
+            "hidden_size": target["hidden_size"],
+            "vocab_size": target["vocab_size"],
+            "dflash_config": drafter["dflash_config"] | {"target_layer_ids": FEATURE_LAYERS},
+        }
+        if small:
+            target |= SMALL | (SMALL_GEMMA if self.is_gemma else {})
+            drafter |= SMALL
+            drafter["dflash_config"]["mask_token_id"] = 3
+        return _write(target, folder / "target"), _write(drafter, folder / "drafter")
+
+
+FAMILIES = [
+    Family("gemma4", "gemma4-31b"),
+    Family("gemma4-moe", "gemma4-26b-a4b"),
+    Family("qwen3-moe", "qwen3-coder-30b-a3b"),
+    Family("qwen3", "qwen3-8b"),
+    Family("llama", "llama-3.1-8b"),
+    Family("qwen2", "qwen3-8b", QWEN2),
+]
+
+
+def _read(name: str) -> dict[str, Any]:
+    return json.loads((SHAPES / name / "config.json").read_text())
+
+
+def _write(config: dict[str, Any], folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return folder

@@ -1,0 +1,214 @@
+"""Every family that the recipes name, on one GPU, in minutes: does it start, and is it right.
+
+    make smoke                                    # on a machine with a GPU and SGLang
+    python tests/smoke/run.py --families gemma4   # one of them
+
+Each family is served at its real head shapes with few layers and random weights, three servers at a
+time: plain decoding and DFLASH in fp32 (Triton drafts), whose answers must be equal token for
+token, and DFLASH by launch/serve.sh in bf16 (fa4 drafts). CUDA graphs, overlap scheduling and the
+plan stream are on; more requests run at once than the largest graph holds. Then the 31B recipe
+starts at its full size, answers an OpenAI client, and its step is timed.
+
+Writes what passed, seconds, versions and the commit to benchmarks/results/smoke-h200.json (the name
+follows the card), to which `make test` compares the serving path of the tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+for folder in ("launch", "benchmarks", "tests/smoke"):
+    sys.path.insert(0, str(ROOT / folder))
+
+import recipes  # noqa: E402
+import systems  # noqa: E402
+import torch  # noqa: E402
+from checks import ask_plain, check_answers, check_exact, check_worker, draw_prompts  # noqa: E402
+from families import FAMILIES, Family  # noqa: E402
+
+from server import SCHEDULES, Server, free_port  # noqa: E402
+from sglang_dflash.pairs import tiny_target  # noqa: E402
+
+PLUGINS = ROOT / "tests" / "plugins"
+LARGEST_GRAPH = 4
+RECIPE = recipes.Cell("gemma4-31b", "bf16", "ours", 8)
+LIMIT_S = 480
+KEPT_LOG = 6000  # characters of a server that failed
+
+
+class Exact(Server):
+    """fp32, as tests/gpu.sh serves for the exactness tests; on a CPU as launch/cpu.sh does."""
+
+    script = ROOT / "tests" / "gpu.sh" if torch.cuda.is_available() else Server.script
+
+
+class Deployed(Server):
+    """As a user starts it."""
+
+    script = ROOT / "launch" / "serve.sh"
+
+
+def start(family: Family, folder: Path, *, small: bool) -> dict[str, Server]:
+    """Start a family's servers, all at once; they are not ready yet."""
+    target, drafter = family.write(folder, small=small)
+    common = ["--load-format", "dummy", "--tokenizer-path", str(tiny_target())]
+    common += ["--max-total-tokens", "16384", "--max-running-requests", "16"]
+    common += ["--mem-fraction-static", "0.9", "--chunked-prefill-size", "128"]
+    graphs = ["--cuda-graph-max-bs", str(LARGEST_GRAPH), "--disable-prefill-cuda-graph"]
+    # SGLang's experts in torch read sizes on the host, which no graph can
+    exact = ["--disable-cuda-graph"] if family.has_experts or small else graphs
+    env = {"PYTHONPATH": str(PLUGINS), "WIDE_WEIGHTS": "1", **SCHEDULES["plan stream"]}
+    model = ["--model-path", str(target)]
+    found: dict[str, Server] = {
+        "plain": Exact(*common, *exact, *model, plain=True, env=env),
+        "exact": Exact(
+            *common,
+            *exact,
+            *model,
+            "--speculative-draft-model-path",
+            str(drafter),
+            env=env | {"SCRIPT_FOLDER": str(script_folder(folder, "exact"))},
+        ),
+    }
+    if not small:
+        found["deployed"] = Deployed(
+            str(target),
+            str(drafter),
+            *common,
+            *graphs,
+            env=env | {"SCRIPT_FOLDER": str(script_folder(folder, "deployed"))},
+        )
+    return found
+
+
+def script_folder(folder: Path, name: str) -> Path:
+    """Return where a server's scripted drafter finds its answers."""
+    found = folder / name
+    found.mkdir(exist_ok=True)
+    return found
+
+
+def expected_worker(family: Family, name: str, *, small: bool) -> dict[str, Any]:
+    """Return what /server_info must say of one of our servers."""
+    ops = "torch" if small else "triton"
+    found = {
+        "ops": ops,
+        "overlap_schedule": True,
+        "plan_stream": True,
+        "layers": f"sglang_dflash.{ops}" if family.is_gemma else "sglang",
+    }
+    if not small:
+        found["verify_attention"] = "sglang_dflash.verify_attention"
+        found["draft_attention_backend"] = "fa4" if name == "deployed" else "triton"
+    return found
+
+
+def run_family(family: Family, *, small: bool = False) -> dict[str, Any]:
+    """Serve a family and return what was checked of each server, and how long it took."""
+    began = time.monotonic()
+    found: dict[str, Any] = {"checks": {}}
+    prompts = draw_prompts()
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work)
+        servers = start(family, folder, small=small)
+        try:
+            for server in servers.values():
+                server.wait()
+            found["start_s"] = {name: server.start_s for name, server in servers.items()}
+            wanted = ask_plain(servers["plain"], prompts)
+            for name, server in servers.items():
+                if name == "plain":
+                    continue
+                script = script_folder(folder, name)
+                found["checks"][name] = (
+                    check_exact(server, prompts, wanted, script)
+                    if name == "exact"
+                    else check_answers(server, prompts, script)
+                ) | check_worker(server, expected_worker(family, name, small=small))
+        except Exception as error:  # one family's failure must not hide the others
+            traceback.print_exc()
+            found["error"] = f"{type(error).__name__}: {str(error)[:2000]}"
+        finally:
+            for server in servers.values():
+                server.stop()
+        if not is_fine(found):
+            found["logs"] = {name: server.log()[-KEPT_LOG:] for name, server in servers.items()}
+    found["seconds"] = round(time.monotonic() - began, 1)
+    return found
+
+
+def run_recipe() -> dict[str, Any]:
+    """Serve the 31B at its full size; return its start, its answer and the time of a step."""
+    began = time.monotonic()
+    options = recipes.parse(
+        ["--recipes", RECIPE.recipe, "--requests", "1", "8", "--port", str(free_port())]
+        + ["--repeats", "1", "--disable-prefill-cuda-graph", "--cuda-graph-max-bs", "8"]
+    )
+    try:
+        found = recipes.run_cell(RECIPE, options, timeout_s=LIMIT_S)
+    except RuntimeError as error:
+        found = {"error": str(error)[-KEPT_LOG:]}
+    return found | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def is_fine(found: dict[str, Any]) -> bool:
+    """Tell whether nothing went wrong in a family or the recipe."""
+    checks = [result for each in found.get("checks", {}).values() for result in each.values()]
+    return "error" not in found and all(result == "ok" for result in checks)
+
+
+def result_file() -> Path:
+    card = systems.gpu_name().split()[-1].lower()
+    return ROOT / "benchmarks" / "results" / f"smoke-{card}.json"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    names = [family.name for family in FAMILIES]
+    parser.add_argument("--families", nargs="*", choices=names, default=names)
+    parser.add_argument("--at-once", type=int, default=3, help="families on the card together")
+    parser.add_argument("--no-recipe", action="store_true", help="leave the full-sized 31B out")
+    parser.add_argument("--commit", help="to record where the tree is a copy without its history")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/smoke-CARD.json")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parse()
+    if not torch.cuda.is_available():
+        raise SystemExit("The smoke needs a GPU that torch can use; `make test` needs none.")
+    began = time.monotonic()
+    report: dict[str, Any] = systems.provenance(options.commit)
+    chosen = [family for family in FAMILIES if family.name in options.families]
+    with ThreadPoolExecutor(options.at_once) as pool:
+        results = pool.map(run_family, chosen)
+        report["families"] = {}
+        for family, found in zip(chosen, results, strict=True):
+            report["families"][family.name] = found
+            print(json.dumps({family.name: found}, indent=1), flush=True)
+    if not options.no_recipe:
+        report["recipe"] = {RECIPE.key: run_recipe()}
+        print(json.dumps(report["recipe"], indent=1), flush=True)
+    parts = [*report["families"].values(), *report.get("recipe", {}).values()]
+    report["passed"] = all(map(is_fine, parts))
+    report["whole"] = len(chosen) == len(FAMILIES) and not options.no_recipe
+    report["seconds"] = round(time.monotonic() - began, 1)
+    out = options.out or result_file()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    verdict = "passed" if report["passed"] else "FAILED"
+    print(f"smoke {verdict} in {report['seconds']:.0f} s (limit {LIMIT_S} s): {out}")
+    raise SystemExit(0 if report["passed"] else 1)
+
+
+if __name__ == "__main__":
+    main()

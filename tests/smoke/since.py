@@ -1,0 +1,42 @@
+"""Print which files of the serving path have changed since the last smoke on a GPU.
+
+Code that runs on a GPU is not done until it ran there; `make test` runs this and does not fail.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = ROOT / "benchmarks" / "results" / "smoke-h200.json"
+SERVING_PATH = ["sglang_dflash", ":!*.md"]
+SERVING_PATH += [f":!sglang_dflash/{part}" for part in ("train", "reference", "pairs")]
+
+
+def changed_since(commit: str) -> list[str] | None:
+    """Return the files that differ from a commit's, uncommitted ones too; None where the history
+    does not have it."""
+    command = ["git", "diff", "--name-only", commit, "--", *SERVING_PATH]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.split() if done.returncode == 0 else None
+
+
+def report() -> str:
+    name = RESULT.relative_to(ROOT)
+    if not RESULT.is_file():
+        return f"smoke: there is no {name}: run `make smoke` on a GPU."
+    found = json.loads(RESULT.read_text())
+    commit, verdict = found["commit"], "passed" if found["passed"] else "FAILED"
+    at = f"smoke: {verdict} on {found['gpu']} at {commit}"
+    files = changed_since(commit) if commit else None
+    if files is None:
+        return f"{at}, a commit that this history does not have."
+    if not files:
+        return f"{at}; the serving path is unchanged since."
+    return "\n".join([f"{at}; changed in the serving path since:", *files])
+
+
+if __name__ == "__main__":
+    print(report())

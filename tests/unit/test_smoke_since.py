@@ -1,0 +1,55 @@
+"""`make test` names what has changed in the serving path since the last smoke on a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from smoke import since
+
+
+@pytest.fixture
+def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a commit in which the smoke passed."""
+    monkeypatch.setattr(since, "ROOT", tmp_path)
+    monkeypatch.setattr(since, "RESULT", tmp_path / "smoke.json")
+    for name in ("sglang_dflash/step.py", "sglang_dflash/train/loss.py", "README.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("before\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "first")
+    found = {"commit": git(tmp_path, "rev-parse", "HEAD"), "passed": True, "gpu": "NVIDIA H200"}
+    (tmp_path / "smoke.json").write_text(json.dumps(found))
+    return tmp_path
+
+
+def git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def test_serving_code_is_named(history: Path) -> None:
+    (history / "sglang_dflash" / "step.py").write_text("after\n")
+    assert since.report().splitlines()[1:] == ["sglang_dflash/step.py"]
+
+
+def test_training_and_words_are_not_the_serving_path(history: Path) -> None:
+    (history / "sglang_dflash" / "train" / "loss.py").write_text("after\n")
+    (history / "README.md").write_text("after\n")
+    assert since.report().endswith("unchanged since.")
+
+
+def test_a_commit_of_another_history_is_said(history: Path) -> None:
+    (history / "smoke.json").write_text(
+        json.dumps({"commit": "0" * 40, "passed": True, "gpu": "NVIDIA H200"})
+    )
+    assert "does not have" in since.report()
+
+
+def test_without_a_result_the_smoke_is_asked_for(history: Path) -> None:
+    (history / "smoke.json").unlink()
+    assert "make smoke" in since.report()
