@@ -24,8 +24,11 @@ def activate() -> None:
         return self.forward_native if has_native else dispatch(self)
 
     MultiPlatformOp.dispatch_forward = dispatch_forward
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
-        _shrink_attention_tiles()
+    # what a CPU server has anyway: experts with any activation, Gemma 4's router with its scale
+    from sglang_dflash.glue.cpu import experts
+
+    experts.install()
+    _shrink_attention_tiles()
 
 
 def _shrink_attention_tiles() -> None:

@@ -131,7 +131,8 @@ def check_answers(server: Server, prompts: list[Tokens], script: Path) -> dict[s
     rids = [f"right15-{i}" for i in range(len(prompts))]
     answers = ask(server, prompts, [KINDS["greedy"]] * len(prompts), rids)
     steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
-    allowed = NEW_TOKENS * len(prompts) // 2
+    # a near-tie that falls the other way leaves the script, and each later step commits one token
+    allowed = NEW_TOKENS * len(prompts) * 2 // 3
     wrong = f"{steps} verify steps, more than {allowed}"
     checks.add("drafts of its own tokens are accepted", None if steps <= allowed else wrong)
     return checks.found

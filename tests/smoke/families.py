@@ -31,6 +31,13 @@ SMALL_GEMMA: dict[str, Any] = {
     "num_global_key_value_heads": 2,
     "vocab_size_per_layer_input": 2048,
 }
+# few and narrow: in plain torch they are computed one after another
+FEW_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
 QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -67,27 +74,34 @@ class Family:
     def has_experts(self) -> bool:
         return self.name.endswith("moe")
 
-    def write(self, folder: Path, *, small: bool = False) -> tuple[Path, Path]:
-        """Write the configs of target and drafter; return their folders."""
-        target = {**(self.own or _read(self.shapes)), "num_hidden_layers": NUM_LAYERS}
+    def write_target(self, folder: Path, *, small: bool = False, few_experts: bool = False) -> Path:
+        """Write the target's config and return its folder."""
+        config = {**(self.own or _read(self.shapes)), "num_hidden_layers": NUM_LAYERS}
         if self.is_gemma:
-            kinds = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
-            target["layer_types"] = kinds
-        drafter = _read(f"{self.shapes}-draft")
-        drafter |= {
+            config["layer_types"] = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
+        if self.has_experts and few_experts:
+            config |= {key: value for key, value in FEW_EXPERTS.items() if key in config}
+        if small:
+            config |= SMALL | (SMALL_GEMMA if self.is_gemma else {})
+        return _write(config, folder)
+
+    def write_drafter(self, folder: Path, *, small: bool = False) -> Path:
+        """Write the config of a drafter that fits the target, and return its folder."""
+        target = self.own or _read(self.shapes)
+        config = _read(f"{self.shapes}-draft")
+        config |= {
             "num_hidden_layers": DRAFT_LAYERS,
-            "layer_types": drafter["layer_types"][-DRAFT_LAYERS:],
+            "layer_types": config["layer_types"][-DRAFT_LAYERS:],
             "max_window_layers": DRAFT_LAYERS,
             "num_target_layers": NUM_LAYERS,
             "hidden_size": target["hidden_size"],
             "vocab_size": target["vocab_size"],
-            "dflash_config": drafter["dflash_config"] | {"target_layer_ids": FEATURE_LAYERS},
+            "dflash_config": config["dflash_config"] | {"target_layer_ids": FEATURE_LAYERS},
         }
         if small:
-            target |= SMALL | (SMALL_GEMMA if self.is_gemma else {})
-            drafter |= SMALL
-            drafter["dflash_config"]["mask_token_id"] = 3
-        return _write(target, folder / "target"), _write(drafter, folder / "drafter")
+            config |= SMALL
+            config["dflash_config"]["mask_token_id"] = 3
+        return _write(config, folder)
 
 
 FAMILIES = [

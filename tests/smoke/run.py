@@ -6,7 +6,8 @@
 Each family is served at its real head shapes with few layers and random weights, three servers at a
 time: plain decoding and DFLASH in fp32 (Triton drafts), whose answers must be equal token for
 token, and DFLASH by launch/serve.sh in bf16 (fa4 drafts). CUDA graphs, overlap scheduling and the
-plan stream are on; more requests run at once than the largest graph holds. Then the 31B recipe
+plan stream are on (no graphs for experts in fp32, of which there are few); more requests run at
+once than the largest graph holds. Then the 31B recipe
 starts at its full size, answers an OpenAI client, and its step is timed.
 
 Writes what passed, seconds, versions and the commit to benchmarks/results/smoke-h200.json (the name
@@ -59,12 +60,13 @@ class Deployed(Server):
 
 def start(family: Family, folder: Path, *, small: bool) -> dict[str, Server]:
     """Start a family's servers, all at once; they are not ready yet."""
-    target, drafter = family.write(folder, small=small)
+    target = family.write_target(folder / "target", small=small, few_experts=True)
+    drafter = family.write_drafter(folder / "drafter", small=small)
     common = ["--load-format", "dummy", "--tokenizer-path", str(tiny_target())]
     common += ["--max-total-tokens", "16384", "--max-running-requests", "16"]
     common += ["--mem-fraction-static", "0.9", "--chunked-prefill-size", "128"]
     graphs = ["--cuda-graph-max-bs", str(LARGEST_GRAPH), "--disable-prefill-cuda-graph"]
-    # SGLang's experts in torch read sizes on the host, which no graph can
+    # experts in plain torch read sizes on the host, which no graph can
     exact = ["--disable-cuda-graph"] if family.has_experts or small else graphs
     env = {"PYTHONPATH": str(PLUGINS), "WIDE_WEIGHTS": "1", **SCHEDULES["plan stream"]}
     model = ["--model-path", str(target)]
@@ -81,7 +83,7 @@ def start(family: Family, folder: Path, *, small: bool) -> dict[str, Server]:
     }
     if not small:
         found["deployed"] = Deployed(
-            str(target),
+            str(family.write_target(folder / "deployed-target")),
             str(drafter),
             *common,
             *graphs,
@@ -124,6 +126,7 @@ def run_family(family: Family, *, small: bool = False) -> dict[str, Any]:
             for server in servers.values():
                 server.wait()
             found["start_s"] = {name: server.start_s for name, server in servers.items()}
+            asking = time.monotonic()
             wanted = ask_plain(servers["plain"], prompts)
             for name, server in servers.items():
                 if name == "plain":
@@ -134,6 +137,7 @@ def run_family(family: Family, *, small: bool = False) -> dict[str, Any]:
                     if name == "exact"
                     else check_answers(server, prompts, script)
                 ) | check_worker(server, expected_worker(family, name, small=small))
+            found["ask_s"] = round(time.monotonic() - asking, 1)
         except Exception as error:  # one family's failure must not hide the others
             traceback.print_exc()
             found["error"] = f"{type(error).__name__}: {str(error)[:2000]}"
@@ -175,7 +179,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     names = [family.name for family in FAMILIES]
     parser.add_argument("--families", nargs="*", choices=names, default=names)
-    parser.add_argument("--at-once", type=int, default=3, help="families on the card together")
+    parser.add_argument("--at-once", type=int, default=4, help="families on the card together")
     parser.add_argument("--no-recipe", action="store_true", help="leave the full-sized 31B out")
     parser.add_argument("--commit", help="to record where the tree is a copy without its history")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/smoke-CARD.json")
