@@ -179,6 +179,7 @@ class DFlashDraftModel(nn.Module):
         and in its shape, and every tensor finds a parameter."""
         params = dict(self.named_parameters())
         missing = {name: len(_parts_of(name)) for name in params}
+        whole_shapes = _whole_shapes(self.config, self.spec)
         unknown = []
         for raw_name, tensor in weights:
             name, part = _our_name(raw_name.removeprefix("model."))
@@ -186,13 +187,13 @@ class DFlashDraftModel(nn.Module):
                 unknown.append(raw_name)
                 continue
             param: Any = params[name]
+            wanted = whole_shapes.get(raw_name.split(".")[-2], param.shape)
+            if wanted != tensor.shape:
+                raise ValueError(
+                    f"{raw_name} of the drafter {self.spec.name} is {list(tensor.shape)}, its "
+                    f"config asks for {list(wanted)}. Config and weights do not belong together."
+                )
             if part is None:
-                if param.shape != tensor.shape:
-                    raise ValueError(
-                        f"{raw_name} of the drafter {self.spec.name} is {list(tensor.shape)}, its "
-                        f"config asks for {list(param.shape)}. Config and weights do not belong "
-                        "together."
-                    )
                 getattr(param, "weight_loader", compat.default_weight_loader)(param, tensor)
             else:
                 param.weight_loader(param, tensor, part)
@@ -204,6 +205,22 @@ class DFlashDraftModel(nn.Module):
                 f"missing {unfilled or 'nothing'}, unknown {unknown or 'nothing'}. "
                 "Download the checkpoint again, or use another one."
             )
+
+
+def _whole_shapes(config: Any, spec: DrafterSpec) -> dict[str, tuple[int, int]]:
+    """Return the shapes of all weights of which a rank may keep a part only, by checkpoint name."""
+    hidden, inner = spec.hidden_size, config.intermediate_size
+    query = config.num_attention_heads * spec.head_dim
+    key = spec.num_kv_heads * spec.head_dim
+    return {
+        "q_proj": (query, hidden),
+        "k_proj": (key, hidden),
+        "v_proj": (key, hidden),
+        "o_proj": (hidden, query),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+    }
 
 
 def _our_name(name: str) -> tuple[str, Any]:

@@ -1,0 +1,78 @@
+"""A drafter's weights at any tensor-parallel size: whole in the checkpoint, shared by ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from sglang_dflash.glue import compat
+from sglang_dflash.glue.draft_model import DFlashDraftModel
+from sglang_dflash.pairs import tiny_drafter
+
+# four query and two key heads: at 4 every key head stands on two ranks
+TP_SIZES = [1, 2, 4]
+PARTS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def build(tp_size: int, tp_rank: int) -> DFlashDraftModel:
+    """Return an empty drafter as one rank of so many has it."""
+    from sglang.srt.runtime_context import get_context
+
+    config = AutoConfig.from_pretrained(tiny_drafter())
+    rank = compat.get_parallel().override(tp_size=tp_size, tp_rank=tp_rank)
+    with get_context().override_server_args(device="cpu"), rank:
+        return DFlashDraftModel(config)
+
+
+def checkpoint() -> dict[str, Tensor]:
+    return {
+        name: tensor.float()
+        for name, tensor in load_file(Path(tiny_drafter()) / "model.safetensors").items()
+    }
+
+
+@pytest.mark.parametrize("tp_size", TP_SIZES)
+def test_ranks_together_hold_the_checkpoint(tp_size: int) -> None:
+    weights = checkpoint()
+    models = [build(tp_size, rank) for rank in range(tp_size)]
+    for model in models:
+        model.load_weights(weights.items())
+    for index, layers in enumerate(zip(*(model.layers for model in models), strict=True)):
+        prefix = f"layers.{index}."
+        found: dict[str, list[Tensor]] = {part: [] for part in PARTS}
+        for layer in layers:
+            own = layer.self_attn
+            qkv = own.qkv_proj.weight.split([own.q_size, own.kv_size, own.kv_size])
+            gate_up = layer.mlp.gate_up_proj.weight.chunk(2)
+            row_parts = (own.o_proj.weight, *gate_up, layer.mlp.down_proj.weight)
+            for part, weight in zip(PARTS, (*qkv, *row_parts), strict=True):
+                found[part].append(weight)
+        copies = max(1, tp_size // 2)
+        for part, shares in found.items():
+            block = "self_attn" if part in PARTS[:4] else "mlp"
+            if part in ("k_proj", "v_proj"):
+                shares = shares[::copies]
+            whole = torch.cat(shares, dim=1 if part in ("o_proj", "down_proj") else 0)
+            torch.testing.assert_close(whole, weights[f"{prefix}{block}.{part}.weight"])
+
+
+@pytest.mark.parametrize("tp_size", TP_SIZES)
+@pytest.mark.parametrize("part", [*PARTS, "input_layernorm", "fc"])
+def test_a_wrong_shape_is_told_whole(tp_size: int, part: str) -> None:
+    """Too small or too large, the loaders of a shard would pad and cut without a word."""
+    weights = checkpoint()
+    name = next(name for name in weights if f"{part}.weight" in name)
+    right = weights[name]
+    for wrong in (right[: len(right) // 2], torch.cat([right, right])):
+        message = (
+            f"{name} of the drafter {tiny_drafter()} is {list(wrong.shape)}, its config asks for "
+            f"{list(right.shape)}. Config and weights do not belong together."
+        )
+        with pytest.raises(ValueError, match=re.escape(message)):
+            build(tp_size, tp_size - 1).load_weights({**weights, name: wrong}.items())
