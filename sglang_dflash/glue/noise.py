@@ -84,9 +84,14 @@ class StepNoise:
 
     def learn(self, rows: Tensor, gain: Tensor, *, lens: Tensor) -> None:
         """Count what drawn drafts had over likeliest ones [b, B - 1], as far as the target followed
-        the block: beyond, its choices answer to tokens that were not committed."""
-        followed = torch.arange(gain.shape[1], device=rows.device) < lens[:, None]
-        lead = MEMORY * self._lead[rows] + (gain * followed).sum(dim=1)
+        the block: beyond, its choices answer to tokens that were not committed. A gain that is no
+        number, as of an infinite logit, says nothing."""
+        width = gain.shape[1]
+        followed = torch.arange(width, device=rows.device) < lens[:, None]
+        gain = gain.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) * followed
+        # a gain is at most 1, so more is never remembered
+        most = width / (1 - MEMORY)
+        lead = (MEMORY * self._lead[rows] + gain.sum(dim=1)).clamp_(-most, most)
         self._lead.index_copy_(0, rows, lead)
         kinds = _kinds(self.room(rows.shape[0]).scales)
         self._usual.scatter_reduce_(0, kinds, lead, "mean")
