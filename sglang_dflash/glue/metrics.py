@@ -124,23 +124,26 @@ class Bookkeeping:
         self.clock = StageClock(device_type)
         self.alarm = alarm
         self._export: Export | None = None
+        self._speaks = True
         self._flushed = time.monotonic()
         self._log_interval = 0
         self._logged = self.meter.copy()
         self._batch_steps = 0
 
     def publish(self, scheduler: Any) -> None:
-        """Learn from the running scheduler whether and where to publish."""
+        """Learn from the running scheduler whether and where to publish. All ranks of a replica
+        count the same, so SGLang's choice among them speaks for it."""
+        reporter, collector = scheduler.metrics_reporter, scheduler.metrics_collector
+        self._speaks = reporter.is_stats_logging_rank
         self._log_interval = scheduler.server_args.decode_log_interval
-        collector = scheduler.metrics_collector
-        if scheduler.metrics_reporter.enable_metrics and collector is not None:
+        if reporter.current_scheduler_metrics_enabled and collector is not None:
             self._export = Export(dict(collector.labels), self.meter.block_size)
 
     def record(self, num_correct: int, committed: int, *, context: int, ended: bool) -> None:
         """Count one step of one request."""
         self.meter.record(num_correct, committed)
         warning = self.alarm.record(num_correct, committed, context)
-        if warning is not None:
+        if warning is not None and self._speaks:
             logger.warning(warning)
         now = time.monotonic()
         if self._export is not None and (ended or now - self._flushed > FLUSH_S):
@@ -150,7 +153,7 @@ class Bookkeeping:
     def batch_step(self) -> None:
         """Count one step of the batch; say how it goes once per decode log interval."""
         self._batch_steps += 1
-        if not self._log_interval or self._batch_steps % self._log_interval:
+        if not (self._speaks and self._log_interval) or self._batch_steps % self._log_interval:
             return
         window = self.meter.since(self._logged)
         self._logged = self.meter.copy()

@@ -29,6 +29,14 @@ def scrape(server: Server) -> dict[str, float]:
     return found
 
 
+def totals(server: Server, name: str) -> list[float]:
+    """Return the values of one counter of ours, of every process that exports it."""
+    text = requests.get(f"{server.url}/metrics", timeout=30).text
+    return [
+        float(value) for value in re.findall(rf"^sglang:dflash_{name}\{{.*\}} (\S+)$", text, re.M)
+    ]
+
+
 def added(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
 

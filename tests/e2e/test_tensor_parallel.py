@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from e2e.conftest import SHAPE
+from e2e.test_metrics import totals
 from server import Server
 
 NEW_TOKENS = 60
@@ -20,7 +21,8 @@ def two_ranks() -> Iterator[Server]:
     """The embedded pair, cut in two; ranks talk over gloo."""
     # SGLang wants to know the cores of each rank where there is one NUMA node
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    with Server(*SHAPE, "--tp-size", "2", "--enable-metrics", env=env) as server:
+    metrics = ("--enable-metrics", "--decode-log-interval", "10")
+    with Server(*SHAPE, "--tp-size", "2", *metrics, env=env) as server:
         yield server
 
 
@@ -31,3 +33,13 @@ def test_two_ranks_answer_as_plain_decoding(
     found = two_ranks.generate_all(prompts[:12], max_new_tokens=NEW_TOKENS)
     assert [a["output_ids"] for a in found] == [a["output_ids"] for a in expected]
     assert two_ranks.acceptance()["accept_length"] >= 2.0
+
+
+def test_two_ranks_are_counted_once(two_ranks: Server, prompts: list[list[int]]) -> None:
+    """A dashboard adds up whatever is exported."""
+    two_ranks.generate_all(prompts[:4], max_new_tokens=NEW_TOKENS)
+    counts = two_ranks.acceptance()
+    assert totals(two_ranks, "verify_steps_total") == [counts["verify_steps"]]
+    assert totals(two_ranks, "committed_tokens_total") == [counts["committed_tokens"]]
+    lines = [line for line in two_ranks.log().splitlines() if "DFLASH: accept length" in line]
+    assert lines and all(" TP0]" in line for line in lines)
