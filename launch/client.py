@@ -11,6 +11,8 @@ from typing import Any
 import openai
 import requests
 
+from sglang_dflash.metrics import replicas_of, together
+
 
 def ask(client: openai.OpenAI, question: str, *, thinking: bool, max_tokens: int) -> str:
     """Print an answer as it comes and return it; what the model thinks first comes first."""
@@ -34,11 +36,11 @@ def ask(client: openai.OpenAI, question: str, *, thinking: bool, max_tokens: int
 
 
 def acceptance(url: str) -> dict[str, Any] | None:
-    """Return the server's counts, None where our DFLASH does not run."""
+    """Return the server's counts over all replicas, None where our DFLASH does not run."""
     response = requests.get(f"{url}/server_info", timeout=30)
     response.raise_for_status()
-    ours = response.json()["internal_states"][0].get("sglang_dflash")
-    return ours and ours["acceptance"]
+    replicas = replicas_of(response.json())
+    return together(replicas)["acceptance"] if replicas else None
 
 
 def main() -> None:

@@ -21,6 +21,8 @@ from typing import Any, Self
 import openai
 import requests
 
+from sglang_dflash.metrics import replicas_of, together
+
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 420
 NO_ANSWER = "the server did not answer in time"
@@ -112,11 +114,20 @@ class ServerProcess:
         read = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0)
         return read.decode(errors="replace").replace("\r", "\n")
 
-    def state(self) -> dict[str, Any]:
-        """Return the scheduler's part of /server_info."""
+    def info(self) -> dict[str, Any]:
+        """Return /server_info."""
         response = requests.get(f"{self.url}/server_info", timeout=60)
         response.raise_for_status()
-        return response.json()["internal_states"][0]
+        return response.json()
+
+    def state(self) -> dict[str, Any]:
+        """Return the scheduler's part of /server_info: the first replica's, with our DFLASH's
+        counts summed over all of them."""
+        info = self.info()
+        state = info["internal_states"][0]
+        if replicas := replicas_of(info):
+            state["sglang_dflash"] = together(replicas)
+        return state
 
     def flush_cache(self) -> None:
         """Forget every prefix, once the server is idle."""
@@ -188,5 +199,5 @@ class Server(ServerProcess):
             )
 
     def acceptance(self) -> dict[str, Any]:
-        """Return our meter's snapshot."""
+        """Return our meter's snapshot, over all replicas."""
         return self.state()["sglang_dflash"]["acceptance"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 ALARM = "SGLANG_DFLASH_ALARM"
 ALARM_WINDOW = "SGLANG_DFLASH_ALARM_WINDOW"
@@ -45,6 +46,12 @@ class AcceptanceMeter:
             setattr(found, name, [now - then for now, then in pairs])
         return found
 
+    def add(self, snapshot: Mapping[str, Any]) -> None:
+        """Count what another meter of this block size had counted at its snapshot."""
+        for name in ("histogram", "accepted_at"):
+            pairs = zip(getattr(self, name), snapshot[name], strict=True)
+            setattr(self, name, [own + other for own, other in pairs])
+
     def copy(self) -> AcceptanceMeter:
         return self.since(AcceptanceMeter(self.block_size))
 
@@ -83,6 +90,7 @@ class AcceptanceMeter:
             "committed_tokens": self.committed_tokens,
             "accept_length": round(self.accept_length, 4),
             "histogram": list(self.histogram),
+            "accepted_at": list(self.accepted_at),
             "position_rates": [round(rate, 4) for rate in self.position_rates()],
         }
 
@@ -93,6 +101,28 @@ class AcceptanceMeter:
             f"{k}:{count / steps:.0%}" for k, count in enumerate(self.histogram, start=1) if count
         ]
         return f"accept length {self.accept_length:.2f} over {steps} steps, {' '.join(shares)}"
+
+
+def replicas_of(server_info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what each replica of a server says of our DFLASH, by name; nothing where it does not
+    run. Replicas answer in any order."""
+    found = [
+        state["sglang_dflash"]
+        for state in server_info["internal_states"]
+        if "sglang_dflash" in state
+    ]
+    found.sort(key=lambda ours: ours["dp_rank"])
+    return {f"dp_rank {ours['dp_rank']}": ours for ours in found}
+
+
+def together(replicas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what replicas say as one: settings, which are the same in each, and sums of counts."""
+    first, *_ = parts = list(replicas.values())
+    meter = AcceptanceMeter(len(first["acceptance"]["histogram"]))
+    for part in parts:
+        meter.add(part["acceptance"])
+    sums = {name: sum(part[name] for part in parts) for name in ("alarms", "free_kv_slots")}
+    return {**first, **sums, "acceptance": meter.snapshot()}
 
 
 @dataclass

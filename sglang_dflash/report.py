@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import requests
+
+from sglang_dflash.metrics import replicas_of, together
 
 BAR_WIDTH = 40
 
@@ -23,6 +26,7 @@ class Look:
     histogram: list[int]
     position_rates: list[float]
     alarms: int
+    replicas: list[str] = field(default_factory=list)  # a line for each, where there are several
 
 
 def look_at(url: str) -> Look:
@@ -34,13 +38,13 @@ def look_at(url: str) -> Look:
         raise SystemExit(
             f"No SGLang server answers at {url} ({error}). Start one, or pass its --url."
         ) from error
-    state: dict[str, Any] = response.json()["internal_states"][0]
-    if "sglang_dflash" not in state:
+    replicas = replicas_of(response.json())
+    if not replicas:
         raise SystemExit(
             f"The server at {url} runs without our DFLASH. Start it with --speculative-algorithm "
             "DFLASH, sglang-dflash installed and SGLANG_DFLASH unset."
         )
-    ours = state["sglang_dflash"]
+    ours = together(replicas)
     numbers = ours["acceptance"]
     return Look(
         at=time.monotonic(),
@@ -49,7 +53,19 @@ def look_at(url: str) -> Look:
         histogram=numbers["histogram"],
         position_rates=numbers["position_rates"],
         alarms=ours["alarms"],
+        replicas=_lines(replicas) if len(replicas) > 1 else [],
     )
+
+
+def _lines(replicas: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for name, ours in replicas.items():
+        numbers = ours["acceptance"]
+        lines.append(
+            f"  {name}: accept length {numbers['accept_length']:.2f} over "
+            f"{numbers['verify_steps']} verify steps, alarms {ours['alarms']}"
+        )
+    return lines
 
 
 def chart(looks: list[Look]) -> str:
@@ -59,6 +75,7 @@ def chart(looks: list[Look]) -> str:
     lines = [
         f"accept length {last.accept_length:.2f} over {steps} verify steps, "
         f"{rates(looks)[-1]:.1f} tokens/s, alarms {last.alarms}",
+        *last.replicas,
         "",
         "tokens committed per step          drafts accepted by position",
     ]

@@ -126,6 +126,7 @@ def _internal_state(original: Any, scheduler: Any, recv_req: Any) -> Any:
         worker = scheduler.draft_worker
         state.internal_state["sglang_dflash"] = {
             **worker.describe(),
+            "dp_rank": scheduler.ps.dp_rank or 0,
             "acceptance": worker.book.meter.snapshot(),
             "alarms": worker.book.alarm.raised,
             "free_kv_slots": scheduler.token_to_kv_pool_allocator.available_size(),

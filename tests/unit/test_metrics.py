@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from sglang_dflash.metrics import AcceptanceAlarm, AcceptanceMeter
+from sglang_dflash.metrics import AcceptanceAlarm, AcceptanceMeter, replicas_of, together
 
 
 def test_meter_counts_steps_by_tokens_committed() -> None:
@@ -16,6 +18,7 @@ def test_meter_counts_steps_by_tokens_committed() -> None:
         "committed_tokens": 7,
         "accept_length": round(7 / 3, 4),
         "histogram": [1, 1, 0, 1],
+        "accepted_at": [2, 1, 1],
         "position_rates": [round(2 / 3, 4), round(1 / 3, 4), round(1 / 3, 4)],
     }
 
@@ -45,6 +48,32 @@ def test_meter_tells_what_came_since() -> None:
     assert meter.since(earlier).histogram == [1, 0, 0, 1]
     assert meter.since(earlier).accepted_at == [1, 1, 1]
     assert "accept length 2.50 over 2 steps, 1:50% 4:50%" in meter.since(earlier).line()
+
+
+def replica(dp_rank: int, steps: list[tuple[int, int]]) -> dict[str, Any]:
+    """What /server_info holds of a replica that took these steps."""
+    meter = AcceptanceMeter(block_size=4)
+    for num_correct, committed in steps:
+        meter.record(num_correct, committed)
+    counts = {"alarms": dp_rank, "free_kv_slots": 100, "acceptance": meter.snapshot()}
+    return {"sglang_dflash": {"dp_rank": dp_rank, "ops": "torch", **counts}}
+
+
+def test_replicas_are_named_and_summed() -> None:
+    """A third of 3 steps and of 4 does not survive rounding: counts are added, not rates."""
+    steps = [[(0, 1), (0, 1), (1, 2)], [(3, 4), (2, 2), (0, 1), (0, 1)]]
+    # they answer in any order
+    info = {"internal_states": [replica(1, steps[1]), replica(0, steps[0])]}
+    replicas = replicas_of(info)
+    assert list(replicas) == ["dp_rank 0", "dp_rank 1"]
+    assert replicas["dp_rank 0"]["acceptance"]["verify_steps"] == 3
+    both = together(replicas)
+    meter = AcceptanceMeter(block_size=4)
+    for num_correct, committed in steps[0] + steps[1]:
+        meter.record(num_correct, committed)
+    assert both["acceptance"] == meter.snapshot()
+    assert (both["alarms"], both["free_kv_slots"], both["ops"]) == (1, 200, "torch")
+    assert replicas_of({"internal_states": [{}, {}]}) == {}
 
 
 def warnings_of(alarm: AcceptanceAlarm, steps: list[tuple[int, int]]) -> list[str]:
