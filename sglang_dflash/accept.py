@@ -8,8 +8,6 @@ time. Where drafts were drawn from a known distribution the target's output says
 
 from __future__ import annotations
 
-import random
-
 import torch
 from torch import Tensor
 
@@ -23,26 +21,34 @@ def accept(
     block: DraftBlock,
     target: TargetOutput,
     *,
-    simulated_length: float | None = None,
+    simulation: Simulation | None = None,
 ) -> Commit:
     """Commit the drafts that the target keeps, and its own token after them."""
     num_correct = target.num_correct
-    if simulated_length is not None:
-        num_correct = simulate(target, simulated_length)
+    if simulation is not None:
+        num_correct = simulation.num_correct(target)
     lens, token_ids, bonus, new_lens, slots = ops.accept_block(
         block.token_ids, target.choices, context.lens, block.slots, num_correct
     )
     return Commit(lens=lens, token_ids=token_ids, bonus=bonus, new_lens=new_lens, slots=slots)
 
 
-def simulate(target: TargetOutput, accept_length: float) -> Tensor:
-    """Pretend that every request commits the same number of tokens, `accept_length` on average;
-    return the correct drafts of each, [b] int32.
+class Simulation:
+    """Pretend that every request commits the same number of tokens, `accept_length` on average.
 
-    For measuring what a step costs at a given acceptance; the output is nonsense.
+    For measuring what a step costs at a given acceptance; the output is nonsense. Nothing is left
+    to chance: the n-th step is the same in every process, so that ranks need not agree on it.
     """
-    whole = int(accept_length)
-    num_tokens = whole + (random.random() < accept_length - whole)
-    rows, block_size = target.choices.shape
-    last = min(max(num_tokens, 1), block_size) - 1
-    return torch.full((rows,), last, dtype=torch.int32, device=target.choices.device)
+
+    def __init__(self, accept_length: float) -> None:
+        self._accept_length = accept_length
+        self._steps = 0
+
+    def num_correct(self, target: TargetOutput) -> Tensor:
+        """Return the correct drafts of each request in the next step, [b] int32."""
+        before = int(self._steps * self._accept_length)
+        self._steps += 1
+        num_tokens = int(self._steps * self._accept_length) - before
+        rows, block_size = target.choices.shape
+        last = min(max(num_tokens, 1), block_size) - 1
+        return torch.full((rows,), last, dtype=torch.int32, device=target.choices.device)

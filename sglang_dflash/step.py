@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sglang_dflash.accept import accept
+from sglang_dflash.accept import Simulation, accept
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.commit import write_features
 from sglang_dflash.config import DFlashConfig
@@ -21,7 +21,13 @@ def prefill_step(host: Host, *, features: Tensor, positions: Tensor, slots: Tens
 
 
 def decode_step(
-    host: Host, ops: Ops, context: DraftContext, *, buffers: StepBuffers, config: DFlashConfig
+    host: Host,
+    ops: Ops,
+    context: DraftContext,
+    *,
+    buffers: StepBuffers,
+    config: DFlashConfig,
+    simulation: Simulation | None,
 ) -> Commit:
     """Draft a block, verify it, and commit the prefix that the target itself would have written."""
     host.mark()
@@ -29,8 +35,7 @@ def decode_step(
     host.mark()
     target = verify(host, context, block)
     host.mark()
-    length = config.simulated_accept_length
-    commit = accept(ops, context, block, target, simulated_length=length)
+    commit = accept(ops, context, block, target, simulation=simulation)
     # publish before the kv write: the next step's planning reads lengths, not this cache
     host.publish(commit.new_lens)
     write_features(host, block, target, commit)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import sglang_dflash
 from sglang_dflash import kernels
+from sglang_dflash.accept import Simulation
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import compat, release
@@ -48,6 +49,8 @@ class DFlashWorker(compat.BaseSpecWorker):
         )
         device_type = torch.device(self.device).type
         self.ops = kernels.choose(device_type)
+        length = self.config.simulated_accept_length
+        self.simulation = None if length is None else Simulation(length)
         alarm = AcceptanceAlarm.from_environment(os.environ, self.config.block_size)
         self.book = Bookkeeping(self.config.block_size, device_type, alarm)
         keep_books_in(self.book)
@@ -172,7 +175,14 @@ class DFlashWorker(compat.BaseSpecWorker):
             lens=batch.seq_lens,
             rows=batch.req_pool_indices,
         )
-        commit = decode_step(host, self.ops, context, buffers=self.buffers, config=self.config)
+        commit = decode_step(
+            host,
+            self.ops,
+            context,
+            buffers=self.buffers,
+            config=self.config,
+            simulation=self.simulation,
+        )
         host.learn(context, commit)
         self.engine.rows.penalties.commit(batch.reqs, commit.token_ids, commit.lens)
         self.book.batch_step()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
+from sglang_dflash.accept import Simulation
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.config import DFlashConfig, DrafterSpec, Overlap
 from sglang_dflash.kernels import TORCH
@@ -74,14 +73,15 @@ class CountingHost:
         self.written.update(zip(slots.tolist(), features[:, 0].tolist(), strict=True))
 
 
-def run(right_until: list[int], simulated: float | None = None):
-    settings = dataclasses.replace(config(), simulated_accept_length=simulated)
+def run(right_until: list[int], simulation: Simulation | None = None):
     host = CountingHost(right_until)
     context = DraftContext(
         anchors=torch.tensor([10, 50]), lens=torch.tensor([5, 7]), rows=torch.tensor([0, 1])
     )
     buffers = StepBuffers(max_requests=4, block_size=B, device="cpu")
-    return host, decode_step(host, TORCH, context, buffers=buffers, config=settings)
+    return host, decode_step(
+        host, TORCH, context, buffers=buffers, config=config(), simulation=simulation
+    )
 
 
 def test_step_commits_the_correct_drafts_and_one_target_token() -> None:
@@ -128,7 +128,22 @@ def test_buffers_refuse_a_batch_larger_than_planned() -> None:
 
 
 def test_simulated_acceptance_commits_its_length_whatever_the_target_says() -> None:
-    _, commit = run([0, 3], simulated=2.0)
+    _, commit = run([0, 3], Simulation(2.0))
     assert commit.lens.tolist() == [2, 2]
-    _, commit = run([0, 3], simulated=99.0)
+    _, commit = run([0, 3], Simulation(99.0))
     assert commit.lens.tolist() == [B, B]
+
+
+def test_simulated_acceptance_is_the_same_on_every_rank_and_right_on_average() -> None:
+    """Ranks that committed different numbers of tokens would wait for each other for ever."""
+    length = 3.3
+    target = TargetOutput(choices=torch.zeros(3, 8, dtype=torch.int64), features=torch.zeros(24, 1))
+    ranks = Simulation(length), Simulation(length)
+    committed = []
+    for step in range(1, 1001):
+        one, other = (rank.num_correct(target) for rank in ranks)
+        assert one.tolist() == other.tolist() == [int(one[0])] * 3
+        assert one.dtype == torch.int32
+        committed.append(int(one[0]) + 1)
+        assert abs(sum(committed) - step * length) < 1 + 1e-6
+    assert set(committed) == {3, 4}
