@@ -50,15 +50,16 @@ def test_ranks_together_hold_the_checkpoint(tp_size: int) -> None:
             own = layer.self_attn
             qkv = own.qkv_proj.weight.split([own.q_size, own.kv_size, own.kv_size])
             gate_up = layer.mlp.gate_up_proj.weight.chunk(2)
-            row_parts = (own.o_proj.weight, *gate_up, layer.mlp.down_proj.weight)
-            for part, weight in zip(PARTS, (*qkv, *row_parts), strict=True):
+            shares = (*qkv, own.o_proj.weight, *gate_up, layer.mlp.down_proj.weight)
+            for part, weight in zip(PARTS, shares, strict=True):
                 found[part].append(weight)
         copies = max(1, tp_size // 2)
-        for part, shares in found.items():
+        for part, kept in found.items():
             block = "self_attn" if part in PARTS[:4] else "mlp"
             if part in ("k_proj", "v_proj"):
-                shares = shares[::copies]
-            whole = torch.cat(shares, dim=1 if part in ("o_proj", "down_proj") else 0)
+                assert all(map(torch.equal, kept[::copies], kept[copies - 1 :: copies]))
+                kept = kept[::copies]
+            whole = torch.cat(kept, dim=1 if part in ("o_proj", "down_proj") else 0)
             torch.testing.assert_close(whole, weights[f"{prefix}{block}.{part}.weight"])
 
 
