@@ -142,6 +142,7 @@ class DFlashDraftModel(nn.Module):
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__()
         _refuse_unknown_variants(config)
+        _undo_padding(config)
         spec = DrafterSpec.from_config(config.to_dict(), name=config._name_or_path or "drafter")
         self.config = config
         self.spec = spec
@@ -250,6 +251,17 @@ def _refuse_unknown_variants(config: Any) -> None:
             f"The drafter uses {', '.join(odd)}, which sglang_dflash does not run. "
             "Use a plain DFlash drafter."
         )
+
+
+def _undo_padding(config: Any) -> None:
+    """Give a config its own sizes back: on a CPU SGLang pads those that ranks do not divide."""
+    for name, own in (
+        ("num_attention_heads", "original_num_attention_heads"),
+        ("num_key_value_heads", "original_total_num_kv_heads"),
+        ("intermediate_size", "original_intermediate_size"),
+    ):
+        if hasattr(config, own):
+            setattr(config, name, getattr(config, own))
 
 
 # SGLang's registry reads the architecture from the class name

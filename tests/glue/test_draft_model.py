@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,27 +15,36 @@ from transformers import AutoConfig
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.draft_model import DFlashDraftModel
 from sglang_dflash.pairs import tiny_drafter
+from tiny_models import make_drafter
 
 # four query and two key heads: at 4 every key head stands on two ranks
 TP_SIZES = [1, 2, 4]
 PARTS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def build(tp_size: int, tp_rank: int) -> DFlashDraftModel:
+def build(tp_size: int, tp_rank: int, config: Any = None) -> DFlashDraftModel:
     """Return an empty drafter as one rank of so many has it."""
     from sglang.srt.runtime_context import get_context
 
-    config = AutoConfig.from_pretrained(tiny_drafter())
+    config = config or AutoConfig.from_pretrained(tiny_drafter())
     rank = compat.get_parallel().override(tp_size=tp_size, tp_rank=tp_rank)
     with get_context().override_server_args(device="cpu"), rank:
         return DFlashDraftModel(config)
 
 
-def checkpoint() -> dict[str, Tensor]:
-    return {
-        name: tensor.float()
-        for name, tensor in load_file(Path(tiny_drafter()) / "model.safetensors").items()
-    }
+def checkpoint(folder: Path | None = None) -> dict[str, Tensor]:
+    weights = load_file((folder or tiny_drafter()) / "model.safetensors")
+    return {name: tensor.float() for name, tensor in weights.items()}
+
+
+def padded_config(folder: Path, tp_size: int) -> Any:
+    """Return a drafter's config as SGLang passes it on a CPU, where it pads what ranks divide."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
+
+    found = ModelConfig(model_path=str(folder), is_draft_model=True)
+    return adjust_config_with_unaligned_cpu_tp(found, LoadConfig(), tp_size).hf_config
 
 
 @pytest.mark.parametrize("tp_size", TP_SIZES)
@@ -77,3 +87,22 @@ def test_a_wrong_shape_is_told_whole(tp_size: int, part: str) -> None:
         )
         with pytest.raises(ValueError, match=re.escape(message)):
             build(tp_size, tp_size - 1).load_weights({**weights, name: wrong}.items())
+
+
+def test_padding_for_a_cpu_is_not_asked_of_the_checkpoint(tmp_path: Path) -> None:
+    """One key head for two ranks, and an MLP of no multiple of 64."""
+    folder = make_drafter(tmp_path, num_key_value_heads=1, intermediate_size=200)
+    for rank in range(2):
+        config = padded_config(folder, 2)
+        assert (config.num_key_value_heads, config.intermediate_size) == (2, 256)
+        model = build(2, rank, config)
+        model.load_weights(checkpoint(folder).items())
+        assert model.layers[0].self_attn.qkv_proj.weight.shape[0] == (2 + 1 + 1) * 32
+        assert model.layers[0].mlp.down_proj.weight.shape[1] == 100
+
+
+def test_heads_that_ranks_cannot_share_are_told(tmp_path: Path) -> None:
+    folder = make_drafter(tmp_path, num_attention_heads=9, num_key_value_heads=3)
+    message = "--tp-size 2 does not divide the drafter's 9 query and 3 key heads"
+    with pytest.raises(ValueError, match=message):
+        build(2, 0, padded_config(folder, 2))
