@@ -5,12 +5,12 @@ Every refusal says what was asked, what was found and what to do, and is raised 
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from sglang_dflash.safetensors_header import read_safetensors_header
 
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -280,17 +280,20 @@ def check_draft_backend(drafter: DrafterSpec, *, device: str, backend: str | Non
 
 
 def check_features(drafter: DrafterSpec, folder: Path, *, target: TargetSpec) -> None:
-    """Raise ValueError if the drafter's weights expect another number of features.
+    """Raise ValueError if the drafter's weights are not whole or expect other features.
 
     Reads the header of the safetensors files only. A folder without weights passes: dummy weights
     take their shapes from the config.
     """
-    shape = _tensor_shape(folder, "fc.weight")
+    headers = [read_safetensors_header(path) for path in sorted(folder.glob("*.safetensors"))]
+    names = ("fc.weight", "model.fc.weight")
+    shapes = [header[name]["shape"] for header in headers for name in names if name in header]
     expected = [drafter.hidden_size, len(drafter.target_layer_ids) * target.hidden_size]
-    if shape is not None and shape != expected:
+    if shapes and shapes[0] != expected:
         raise ValueError(
-            f"The drafter {drafter.name} was trained on {shape[1] / target.hidden_size:g} features "
-            f"per token (fc.weight is {shape}), but its config names "
+            f"The drafter {drafter.name} was trained on "
+            f"{shapes[0][-1] / target.hidden_size:g} features per token (fc.weight is "
+            f"{shapes[0]}), but its config names "
             f"{len(drafter.target_layer_ids)} target layers, which needs {expected}. "
             "Correct dflash_config.target_layer_ids."
         )
@@ -300,14 +303,3 @@ def _require(config: Mapping[str, Any], key: str, name: str) -> int:
     if config.get(key) is None:
         raise ValueError(f"The drafter {name} is no DFlash drafter: its config.json lacks {key}.")
     return int(config[key])
-
-
-def _tensor_shape(folder: Path, tensor: str) -> list[int] | None:
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        for name in (tensor, f"model.{tensor}"):
-            if name in header:
-                return list(header[name]["shape"])
-    return None

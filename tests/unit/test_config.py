@@ -169,6 +169,18 @@ def test_weights_with_another_number_of_features_are_refused(tmp_path: Path, pre
         cfg.check_features(drafter(), tmp_path, target=TARGET)
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_every_weight_file_must_be_whole(tmp_path: Path, last: int) -> None:
+    """A shard that was cut short would end the loading minutes later, without its name."""
+    save_file({"fc.weight": torch.zeros(128, 2 * 128)}, tmp_path / "model-0.safetensors")
+    save_file({"norm.weight": torch.zeros(128)}, tmp_path / "model-1.safetensors")
+    cfg.check_features(drafter(), tmp_path, target=TARGET)
+    cut = tmp_path / f"model-{last}.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"model-{last}.safetensors is no whole.*cut short"):
+        cfg.check_features(drafter(), tmp_path, target=TARGET)
+
+
 def test_folder_without_weights_passes_for_dummy_loading(tmp_path: Path) -> None:
     cfg.check_features(drafter(), tmp_path, target=TARGET)
 
