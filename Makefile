@@ -5,15 +5,24 @@
 VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
+# torch from PyPI is its CUDA build and 2.2 GB of CUDA libraries; this index has wheels for a CPU
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # a Python that has SGLang, this package and a GPU serves there; otherwise ours, on the CPU. -P: the
 # package must be installed there, not just lie here, or SGLang would not find it
 HAS_GPU := import sys, torch, importlib.util as u; \
   sys.exit(not (torch.cuda.is_available() and u.find_spec("sglang") and u.find_spec("sglang_dflash")))
 RUN = if $(PYTHON) -P -c '$(HAS_GPU)' 2>/dev/null; then python=$(PYTHON); \
-  else $(MAKE) --no-print-directory venv && python=$(BIN)/python; fi && $$python
+  else $(MAKE) --no-print-directory venv && python=$(BIN)/python && if command -v nvidia-smi \
+  >/dev/null; then echo "$(PYTHON) has no SGLang for the GPU here: this runs on the CPU"; fi; \
+  fi && $$python
 
-.PHONY: demo chat test smoke lint venv clean
+# no longer than 3 s, whatever does not answer
+ANSWERS := import os, sys, threading, urllib.request; \
+  clock = threading.Timer(3, os._exit, [1]); clock.daemon = True; clock.start(); \
+  urllib.request.urlopen(sys.argv[1])
+
+.PHONY: demo chat test smoke lint venv environment clean
 
 demo:
 	@$(RUN) launch/demo.py
@@ -34,17 +43,27 @@ lint: venv
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 venv: $(VENV)/.installed
+	@:
 
-# no CUDA package: torch and torchvision are pinned together, SGLang comes without its own pins
+# torch and torchvision are pinned together, SGLang comes without its own pins
 $(VENV)/.installed: requirements-cpu.txt pyproject.toml
-	$(PYTHON) -m venv $(VENV)
+	@$(MAKE) --no-print-directory environment
 	$(BIN)/pip install --progress-bar on -r requirements-cpu.txt
 	$(BIN)/pip install --no-deps sglang==0.5.17
 	$(BIN)/pip install --no-deps --no-build-isolation -e .
-	@# this venv is for a CPU: put the stand-ins for what SGLang lacks there on its path
-	@echo $(CURDIR)/sglang_dflash/glue/cpu/path > \
-	  $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/sglang_dflash_cpu.pth
 	@touch $@
+
+# a Python for the CPU, whatever the machine has, with CPU wheels of torch where their index answers
+environment:
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@printf '%s\n' '$(CURDIR)/sglang_dflash/glue/cpu/path' 'import sglang_dflash_cpu' > \
+	  $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/sglang_dflash_cpu.pth
+	@if ! $(BIN)/python -c '$(ANSWERS)' $(TORCH_INDEX)/torch/ 2>/dev/null; then \
+	  echo "$(TORCH_INDEX) does not answer: torch comes from where pip finds it"; \
+	elif ! $(BIN)/pip install --progress-bar on --no-deps --index-url $(TORCH_INDEX) \
+	  $$(grep -E '^torch(vision)?==' requirements-cpu.txt); then \
+	  echo "$(TORCH_INDEX) has no such torch: it comes from where pip finds it"; \
+	fi
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -5,8 +5,8 @@ With one, servers are started by tests/gpu.sh instead.
 
 from __future__ import annotations
 
+import importlib
 import os
-import runpy
 import sys
 
 import pytest
@@ -25,8 +25,7 @@ else:
         sys.path.insert(0, str(STAND_INS))
         inherited = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STAND_INS), inherited]))
-        # what this defines must stay alive as long as torchvision does
-        SITECUSTOMIZE = runpy.run_path(str(STAND_INS / "sitecustomize.py"))
+        importlib.import_module("sglang_dflash_cpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,8 +9,8 @@ import os
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
     raise ImportError(
-        "this sgl_kernel is sglang_dflash's stand-in for a CPU; on a GPU take its folder off "
-        "PYTHONPATH (only launch/cpu.sh puts it there)"
+        "this sgl_kernel is sglang_dflash's stand-in for a CPU but SGLANG_USE_CPU_ENGINE is not 1; "
+        f"to serve on a GPU, take {os.path.dirname(os.path.dirname(__file__))} off PYTHONPATH"
     )
 
 __version__ = "0.0.0+sglang.dflash.cpu"

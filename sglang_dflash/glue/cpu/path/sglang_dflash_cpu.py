@@ -1,0 +1,40 @@
+"""Make this Python one that serves on the CPU: what having this folder on its path means.
+
+SGLang's CPU mode is on, and a GPU in the machine is hidden, which the stand-ins beside this file
+could not serve. `SGLANG_USE_CPU_ENGINE=0` takes the folder off the path instead.
+
+The published torchvision imports beside a CPU build of torch: its compiled half needs CUDA and
+stays unloaded, which it tolerates, but it registers fake kernels for operators that then do not
+exist. They are declared just before the import.
+"""
+
+import importlib.abc
+import os
+import sys
+
+MODE = "SGLANG_USE_CPU_ENGINE"
+OPERATORS = ("nms", "qnms")
+
+
+class DeclareTorchvisionOperators(importlib.abc.MetaPathFinder):
+    library = None  # must outlive the import
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            import torch
+
+            if torch.version.cuda is None:
+                kind = type(self)
+                kind.library = torch.library.Library("torchvision", "FRAGMENT")
+                for op in OPERATORS:
+                    kind.library.define(f"{op}(Tensor dets, Tensor scores, float iou) -> Tensor")
+        return None
+
+
+if os.environ.setdefault(MODE, "1") == "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.meta_path.insert(0, DeclareTorchvisionOperators())
+else:
+    folder = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != folder]

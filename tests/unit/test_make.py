@@ -1,0 +1,143 @@
+"""The environment that `make` builds, from a package index that this test serves."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from server import ROOT
+
+PINS = dict(
+    re.findall(r"^(torch|torchvision)==(.*)$", (ROOT / "requirements-cpu.txt").read_text(), re.M)
+)
+
+
+def write_wheel(folder: Path, name: str, version: str) -> None:
+    """Write an empty package under its own folder of a simple index."""
+    (folder / name).mkdir(parents=True)
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / name / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an index: `/cpu` has wheels of the pinned versions, `/old` has others."""
+    folder = tmp_path_factory.mktemp("index")
+    for name, version in PINS.items():
+        write_wheel(folder / "cpu", name, f"{version}+cpu")
+        write_wheel(folder / "old", name, "1.0.0+cpu")
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args, directory=str(folder))  # type: ignore[arg-type]
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def venv(tmp_path_factory: pytest.TempPathFactory, index: str) -> Path:
+    """An environment from the index that has everything; to make it once more takes no time."""
+    folder = tmp_path_factory.mktemp("made") / "venv"
+    done = make(folder, f"{index}/cpu")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def make(venv: Path, index: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    """Run the part of `make venv` that comes before the packages of PyPI."""
+    # pip's settings on this machine name other places to look in
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    return subprocess.run(
+        ["make", "environment", f"VENV={venv}", f"PYTHON={python}", f"TORCH_INDEX={index}"],
+        cwd=ROOT,
+        env={**env, "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def installed(venv: Path) -> set[str]:
+    return {path.name.removesuffix(".dist-info") for path in venv.rglob("torch*.dist-info")}
+
+
+def test_cpu_wheels_are_taken_where_their_index_answers(venv: Path) -> None:
+    assert installed(venv) == {f"{name}-{version}+cpu" for name, version in PINS.items()}
+
+
+def test_an_index_without_these_versions_leaves_torch_to_pip(venv: Path, index: str) -> None:
+    subprocess.run([venv / "bin" / "pip", "uninstall", "-y", *PINS], check=True)
+    done = make(venv, f"{index}/old")
+    assert done.returncode == 0, done.stderr
+    assert "has no such torch: it comes from where pip finds it" in done.stdout
+    assert installed(venv) == set()
+
+
+def test_a_host_that_says_nothing_is_waited_for_three_seconds(venv: Path) -> None:
+    asked: list[float] = []
+
+    def listen(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        began = time.monotonic()
+        while connection.recv(1024):
+            pass
+        asked.append(time.monotonic() - began)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=listen, args=(server,), daemon=True)
+        thread.start()
+        done = make(venv, f"http://127.0.0.1:{server.getsockname()[1]}")
+        thread.join(30)
+    assert done.returncode == 0, done.stderr
+    assert "does not answer: torch comes from where pip finds it" in done.stdout
+    assert 1 < asked[0] < 6
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [(None, ["1", "", True]), ("0", ["0", "7", False])],
+    ids=["as made", "told otherwise"],
+)
+def test_the_environment_serves_on_the_cpu_unless_told_otherwise(
+    venv: Path, mode: str | None, expected: list[object]
+) -> None:
+    """With a GPU in sight, stand-ins for a CPU would meet SGLang's GPU code."""
+    script = (
+        "import importlib.util, json, os; print(json.dumps([os.environ['SGLANG_USE_CPU_ENGINE'], "
+        "os.environ['CUDA_VISIBLE_DEVICES'], importlib.util.find_spec('sgl_kernel') is not None]))"
+    )
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "7"}
+    for name in ("PYTHONPATH", "SGLANG_USE_CPU_ENGINE"):
+        env.pop(name, None)
+    if mode is not None:
+        env["SGLANG_USE_CPU_ENGINE"] = mode
+    done = subprocess.run(
+        [venv / "bin" / "python", "-c", script], env=env, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == expected
+    assert done.stderr == ""
