@@ -17,6 +17,10 @@ RUN = if $(PYTHON) -P -c '$(HAS_GPU)' 2>/dev/null; then python=$(PYTHON); \
   >/dev/null; then echo "$(PYTHON) has no SGLang for the GPU here: this runs on the CPU"; fi; \
   fi && $$python
 
+# in one sentence, before anything is made
+RIGHT_PYTHON := import platform, sys; \
+  sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)) and "$(PYTHON) is Python " + \
+  platform.python_version() + ", this needs 3.11 or 3.12: make PYTHON=python3.12 ...")
 # no longer than 3 s, whatever does not answer
 ANSWERS := import os, sys, threading, urllib.request; \
   clock = threading.Timer(3, os._exit, [1]); clock.daemon = True; clock.start(); \
@@ -55,6 +59,9 @@ $(VENV)/.installed: requirements-cpu.txt pyproject.toml
 
 # a Python for the CPU, whatever the machine has, with CPU wheels of torch where their index answers
 environment:
+	@command -v $(PYTHON) >/dev/null || \
+	  { echo "There is no $(PYTHON). Name a Python 3.11 or 3.12: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c '$(RIGHT_PYTHON)'
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@printf '%s\n' '$(CURDIR)/sglang_dflash/glue/cpu/path' 'import sglang_dflash_cpu' > \
 	  $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/sglang_dflash_cpu.pth

@@ -141,3 +141,28 @@ def test_the_environment_serves_on_the_cpu_unless_told_otherwise(
     )
     assert json.loads(done.stdout) == expected
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ((3, 10, 9), "is Python 3.10.9, this needs 3.11 or 3.12: make PYTHON=python3.12 ..."),
+        ((3, 13, 0), "is Python 3.13.0, this needs 3.11 or 3.12: make PYTHON=python3.12 ..."),
+        (None, "Name a Python 3.11 or 3.12: make PYTHON=python3.12 ..."),
+    ],
+    ids=["3.10", "3.13", "none"],
+)
+def test_another_python_is_refused_first(
+    tmp_path: Path, version: tuple[int, int, int] | None, reason: str
+) -> None:
+    python = tmp_path / "python"
+    if version is not None:
+        # this Python, which says that it is another
+        claim = f"import platform, sys; sys.version_info = {version}; "
+        claim += f"platform.python_version = lambda: {'.'.join(map(str, version))!r}; "
+        python.write_text(f"#!{sys.executable}\n{claim}exec(sys.argv[2])\n")
+        python.chmod(0o755)
+    done = make(tmp_path / "venv", "http://127.0.0.1:1", str(python))
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).splitlines()[0].endswith(reason)
+    assert not (tmp_path / "venv").exists()
