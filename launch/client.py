@@ -14,8 +14,11 @@ import requests
 from sglang_dflash.metrics import replicas_of, together
 
 
-def ask(client: openai.OpenAI, question: str, *, thinking: bool, max_tokens: int) -> str:
-    """Print an answer as it comes and return it; what the model thinks first comes first."""
+def ask(client: openai.OpenAI, question: str, *, thinking: bool, max_tokens: int | None) -> str:
+    """Print an answer as it comes and return it; what the model thinks first comes first.
+
+    Without `max_tokens` it may fill the server's context.
+    """
     stream = client.chat.completions.create(
         model=client.models.list().data[0].id,
         messages=[{"role": "user", "content": question}],
@@ -43,27 +46,39 @@ def acceptance(url: str) -> dict[str, Any] | None:
     return together(replicas)["acceptance"] if replicas else None
 
 
+def refusal(url: str, error: openai.APIError) -> str:
+    """Return the server's own reason in one line."""
+    status = getattr(error, "status_code", None)
+    reason = error.body.get("message") if isinstance(error.body, dict) else None
+    what = "ended the answer" if status is None else f"refused the request (HTTP {status})"
+    return f"{url} {what}: {' '.join((reason or str(error)).split())}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("question")
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     parser.add_argument("--no-thinking", action="store_true")
-    parser.add_argument("--max-tokens", type=int, default=2048)
+    parser.add_argument("--max-tokens", type=int, help="of the answer; the context's unless given")
     options = parser.parse_args()
+    url = options.url if "://" in options.url else f"http://{options.url}"
     try:
-        before = acceptance(options.url)
-    except requests.RequestException as error:
-        raise SystemExit(
-            f"No server answers at {options.url} ({error}). Start one first."
-        ) from None
-    client = openai.OpenAI(base_url=f"{options.url}/v1", api_key="none")
-    ask(
-        client,
-        options.question,
-        thinking=not options.no_thinking,
-        max_tokens=options.max_tokens,
-    )
-    after = acceptance(options.url)
+        before = acceptance(url)
+    except (requests.HTTPError, requests.JSONDecodeError) as error:
+        raise SystemExit(f"{url} is no SGLang server ({error}). Pass the --url of one.") from None
+    except requests.RequestException:
+        raise SystemExit(f"No server answers at {url}. Start one, or pass its --url.") from None
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    try:
+        ask(
+            client,
+            options.question,
+            thinking=not options.no_thinking,
+            max_tokens=options.max_tokens,
+        )
+    except openai.APIError as error:
+        raise SystemExit(refusal(url, error)) from None
+    after = acceptance(url)
     if before is None or after is None:
         print("\nserved without our DFLASH: no acceptance to show")
         return
