@@ -7,6 +7,9 @@ import sys
 
 from sglang_dflash.train.options import add_train_options
 
+# without these there is nothing to run
+NEEDED = ("torch", "transformers", "requests", "sglang")
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sglang_dflash", description=__doc__)
@@ -19,8 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     serve = commands.add_parser(
         "serve",
-        add_help=False,
         help="SGLang's server with any of its arguments, once the doctor finds nothing bad",
+        epilog="Any other argument goes to SGLang's server: python -m sglang.launch_server --help",
     )
     add_pair_options(serve)
     serve.set_defaults(gpu_memory_gb=None)
@@ -36,12 +39,22 @@ def main(arguments: list[str] | None = None) -> int:
 
     arguments = sys.argv[1:] if arguments is None else arguments
     options, others = parser.parse_known_args(arguments)
+    if others and options.command != "serve":
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    try:
+        return run(options, arguments)
+    except ModuleNotFoundError as error:
+        if error.name not in NEEDED:
+            raise
+        parser.exit(1, f"{sys.executable} has no {error.name}. Use a Python that has SGLang.\n")
+
+
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Run the command; each imports only what it needs."""
     if options.command == "serve":
         from sglang_dflash.glue.serve import run_serve
 
         return run_serve(options, arguments[1:])
-    if others:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
     if options.command == "doctor":
         from sglang_dflash.glue.doctor import run_doctor
 

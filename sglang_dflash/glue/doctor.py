@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +22,7 @@ import transformers
 
 import sglang_dflash
 from sglang_dflash import config as cfg
+from sglang_dflash.checkpoint import check_checkpoint
 from sglang_dflash.glue import compat, release
 from sglang_dflash.glue.server_args import describe_target
 from sglang_dflash.reference import Drafter, DrafterConfig
@@ -132,8 +134,8 @@ def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, 
         missing = "--model-path" if not target_path else "--speculative-draft-model-path"
         return [Finding("pair", "bad", "half a pair", f"Pass {missing} as well.")], None
     try:
-        target_config = _read(target_path, options)
-        draft_config = _read(draft_path, options)
+        target_config = _read(target_path, options, role="target")
+        draft_config = _read(draft_path, options, role="drafter")
         drafter = cfg.DrafterSpec.from_config(draft_config.to_dict(), name=draft_path)
         target = describe_target(target_config, name=target_path)
         cfg.check_pair(drafter, target)
@@ -154,7 +156,8 @@ def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, 
     return [found, fits], {"memory": memory, "launch": launch}
 
 
-def _read(path: str, options: argparse.Namespace) -> Any:
+def _read(path: str, options: argparse.Namespace, *, role: str) -> Any:
+    check_checkpoint(path, role=role)
     try:
         return compat.get_config(path, trust_remote_code=options.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -269,12 +272,19 @@ def plan_memory(
 def recommend(
     target: str, draft: str, drafter: cfg.DrafterSpec, options: argparse.Namespace
 ) -> str:
-    pair = f"--model-path {target} --speculative-draft-model-path {draft}"
-    common = f"--speculative-algorithm DFLASH --speculative-num-draft-tokens {drafter.block_size}"
-    if not torch.cuda.is_available():
-        return f"launch/cpu.sh {pair}"
-    return (
-        f"python -m sglang.launch_server {pair} {common} --attention-backend triton "
-        f"--speculative-draft-attention-backend fa4 --mem-fraction-static "
-        f"{options.mem_fraction_static:g} --trust-remote-code"
-    )
+    """Return a command for the card that was asked about, or else for what is here."""
+    pair = ["--model-path", target, "--speculative-draft-model-path", draft]
+    if options.trust_remote_code:
+        pair.append("--trust-remote-code")
+    if options.gpu_memory_gb is None and not torch.cuda.is_available():
+        return shlex.join(["launch/cpu.sh", *pair])
+    command = ["python", "-m", "sglang.launch_server", *pair]
+    command += ["--speculative-algorithm", "DFLASH"]
+    command += ["--speculative-num-draft-tokens", str(drafter.block_size)]
+    command += ["--attention-backend", "triton", "--speculative-draft-attention-backend", "fa4"]
+    command += ["--mem-fraction-static", f"{options.mem_fraction_static:g}"]
+    command += ["--swa-full-tokens-ratio", f"{options.swa_full_tokens_ratio:g}"]
+    command += ["--tp-size", str(options.tp_size)]
+    if options.quantization:
+        command += ["--quantization", options.quantization]
+    return shlex.join(command)

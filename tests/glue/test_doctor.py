@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from server import ROOT
 from sglang_dflash.__main__ import main
@@ -36,6 +43,76 @@ def test_doctor_blocks_what_would_not_start(
 ) -> None:
     assert main(["doctor", *arguments]) == 1
     assert reason in capsys.readouterr().out
+
+
+def test_doctor_names_a_weight_file_that_is_cut_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(tiny_target(), tmp_path / "target")
+    file = tmp_path / "target" / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+    assert main(["doctor", "--model-path", str(tmp_path / "target"), *PAIR[2:]]) == 1
+    assert f"{file} is no whole safetensors file: it is cut short" in capsys.readouterr().out
+
+
+def test_the_command_fits_the_card_that_was_asked_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "a folder"
+    shutil.copytree(tiny_target(), target)
+    pair = ["--model-path", str(target), *PAIR[2:]]
+
+    def launch(*asked: str) -> list[str]:
+        assert main(["doctor", *pair, *asked, "--json"]) == 0
+        return shlex.split(json.loads(capsys.readouterr().out)["plan"]["launch"])
+
+    command = launch("--gpu-memory-gb", "24", "--tp-size", "2")
+    assert command[:5] == ["python", "-m", "sglang.launch_server", "--model-path", str(target)]
+    assert command[command.index("--tp-size") + 1] == "2"
+    assert "--trust-remote-code" not in command
+    assert "--trust-remote-code" in launch("--gpu-memory-gb", "24", "--trust-remote-code")
+    if not torch.cuda.is_available():
+        assert launch() == ["launch/cpu.sh", *pair]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about an environment for a CPU")
+def test_doctor_is_content_with_the_environment_of_make() -> None:
+    """Its stand-ins are on the path, and nothing else says that this is a CPU."""
+    stand_ins = ROOT / "sglang_dflash" / "glue" / "cpu" / "path"
+    env = {**os.environ, "PYTHONPATH": f"{stand_ins}:{ROOT}"}
+    env.pop("SGLANG_USE_CPU_ENGINE", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_dflash", "doctor", *PAIR],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "symbols of SGLang are as expected" in done.stdout
+
+
+def test_serve_has_a_help_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--help"])
+    assert ended.value.code == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "--speculative-draft-model-path" in told and "sglang.launch_server --help" in told
+
+
+@pytest.mark.parametrize("command", ["doctor", "serve"])
+def test_a_python_without_torch_is_told_in_one_sentence(command: str) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "sglang_dflash", command, *PAIR],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"{sys.executable} has no torch. Use a Python that has SGLang.\n"
 
 
 def test_kv_of_gemma_4_is_counted_by_kind_of_layer(capsys: pytest.CaptureFixture[str]) -> None:
