@@ -10,6 +10,7 @@ if ! command -v "$python" >/dev/null; then
   echo "launch/cpu.sh: no Python at $python. Run 'make venv' first, or set PYTHON." >&2
   exit 1
 fi
+"$python" "$root/launch/has_sglang.py"
 package=$root/sglang_dflash
 # SGLang's own switch for a CPU; it also turns on our stand-ins for what SGLang lacks there
 export SGLANG_USE_CPU_ENGINE=1

@@ -36,9 +36,16 @@ if [ "${PLAIN:-0}" != 1 ]; then
   module=(sglang_dflash serve)
 fi
 if [ "${DRY_RUN:-0}" = 1 ]; then
-  echo "$python -m ${module[*]} ${args[*]} $*"
+  # quoted as a shell reads it
+  printf '%q ' "$python" -m "${module[@]}" "${args[@]}" "$@"
+  echo
   exit 0
 fi
+if ! command -v "$python" >/dev/null; then
+  echo "launch/serve.sh: no Python at $python. Set PYTHON to the one that has SGLang." >&2
+  exit 1
+fi
+"$python" "$(dirname "${BASH_SOURCE[0]}")/has_sglang.py"
 # FA4 compiles its kernels at every start, half a minute of it, unless told to keep them on disk
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1}
 exec "$python" -m "${module[@]}" "${args[@]}" "$@"

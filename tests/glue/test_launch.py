@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ def run(script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess
         env={**os.environ, "PYTHON": sys.executable, "DRY_RUN": "1", **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 
@@ -37,6 +38,33 @@ def test_a_pair_is_launched_with_what_was_passed_on() -> None:
     assert f"--speculative-draft-model-path {PAIR[1]}" in shown.stdout
     assert "--attention-backend triton" in shown.stdout and "--port 30000" in shown.stdout
     assert shown.stdout.strip().endswith("--tp-size 1")
+
+
+def test_the_command_is_shown_as_a_shell_reads_it() -> None:
+    shown = run("serve.sh", "/a folder/target", "it's", "--served-model-name", "my model")
+    words = shlex.split(shown.stdout)
+    assert words[words.index("--model-path") + 1] == "/a folder/target"
+    assert words[words.index("--speculative-draft-model-path") + 1] == "it's"
+    assert words[-1] == "my model"
+
+
+@pytest.mark.parametrize(
+    ("script", "plain"), [("serve.sh", "0"), ("serve.sh", "1"), ("cpu.sh", "0")]
+)
+def test_a_python_without_sglang_is_refused_in_one_sentence(
+    tmp_path: Path, script: str, plain: str
+) -> None:
+    bare = tmp_path / "python"
+    # no site-packages
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    bare.chmod(0o755)
+    given = PAIR if script == "serve.sh" else ()
+    done = run(script, *given, DRY_RUN="0", PLAIN=plain, PYTHON=str(bare))
+    assert done.returncode == 1
+    assert "has no torch and no sglang and no sglang_dflash. Install" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    gone = run(script, *given, DRY_RUN="0", PYTHON="/no/python")
+    assert gone.returncode == 1 and "no Python at /no/python" in gone.stderr
 
 
 def test_plain_leaves_speculation_out() -> None:

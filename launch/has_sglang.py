@@ -1,0 +1,15 @@
+"""End with a sentence unless this Python has what a server needs. Runs in any Python 3.
+
+A script and not `python -m`: this package must be installed there, not just lie in a folder.
+"""
+
+import importlib.util
+import sys
+
+NEEDED = ("torch", "sglang", "sglang_dflash")
+absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+if absent:
+    sys.exit(
+        "{} has no {}. Install what is missing (README.md, 'On a GPU' or 'Two commands'), or set "
+        "PYTHON to a Python that has it.".format(sys.executable, " and no ".join(absent))
+    )
