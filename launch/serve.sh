@@ -24,7 +24,7 @@ fi
 memory=(--mem-fraction-static "$fraction" --swa-full-tokens-ratio "${SWA_RATIO:-0.8}")
 # later arguments win, so each default can be overridden from the command line
 args=(
-  --model-path "$target" --attention-backend triton --trust-remote-code "${memory[@]}" --port 30000
+  --model-path "$target" --attention-backend triton "${memory[@]}" --port 30000
 )
 module=(sglang.launch_server)
 if [ "${PLAIN:-0}" != 1 ]; then

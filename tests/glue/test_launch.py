@@ -48,6 +48,11 @@ def test_the_command_is_shown_as_a_shell_reads_it() -> None:
     assert words[-1] == "my model"
 
 
+def test_a_repository_runs_no_code_of_its_own_unless_asked_to() -> None:
+    assert "--trust-remote-code" not in run("serve.sh", *PAIR).stdout
+    assert "--trust-remote-code" in run("serve.sh", *PAIR, "--trust-remote-code").stdout
+
+
 @pytest.mark.parametrize(
     ("script", "plain"), [("serve.sh", "0"), ("serve.sh", "1"), ("cpu.sh", "0")]
 )
