@@ -81,6 +81,8 @@ SYMBOLS: dict[str, Symbol] = {
     "create_worker": Symbol(
         "srt.speculative.spec_info", "SpeculativeAlgorithm.create_worker", ("server_args",)
     ),
+    "prepare_server_args": Symbol("srt.server_args", "prepare_server_args", ("argv",)),
+    "model_source_paths": Symbol("srt.server_args", "ServerArgs._handle_model_source_paths"),
     "handle_dflash": Symbol("srt.arg_groups.speculative_hook", "_handle_dflash", ("server_args",)),
     "resolve_alias": Symbol(
         "srt.arg_groups.speculative_hook",

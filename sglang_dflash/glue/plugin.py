@@ -57,11 +57,13 @@ def require_supported_release() -> None:
 
 def hooks() -> dict[str, Callable[..., Any]]:
     """Return everything we change in SGLang: symbol -> what wraps it."""
-    from sglang_dflash.glue import features, finish, memory, metrics, sampling
+    from sglang_dflash.glue import features, finish, memory, metrics, sampling, start
 
     return {
         "create_worker": _create_worker,
         "resolve_alias": _resolve_alias,
+        "prepare_server_args": start.prepare_or_end,
+        "model_source_paths": start.check_paths_first,
         "handle_dflash": _handle_dflash,
         "validate_request": sampling.refuse_in_scheduler,
         "update_finish_state": finish.finish_and_meter,
@@ -107,9 +109,11 @@ def _resolve_alias(
 
 
 def _handle_dflash(original: Any, server_args: Any) -> None:
+    from sglang_dflash.glue import start
     from sglang_dflash.glue.server_args import handle_dflash
 
-    handle_dflash(server_args)
+    with start.refusing():
+        handle_dflash(server_args)
 
 
 def _run_event_loop(original: Any, scheduler: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from server import free_port
 from sglang_dflash.glue import compat
 
 
@@ -18,10 +19,14 @@ def parse(models: Path, *extra: str, drafter: Path | str | None = None) -> Any:
 
     args = ["--model-path", str(models / "llama"), "--device", "cpu", "--dtype", "float32"]
     args += ["--attention-backend", "torch_native", "--disable-cuda-graph"]
-    args += ["--speculative-algorithm", "DFLASH"]
+    args += ["--speculative-algorithm", "DFLASH", "--port", str(free_port())]
     if drafter != "":
         args += ["--speculative-draft-model-path", str(drafter or models / "drafter")]
-    return prepare_server_args([*args, *extra])
+    try:
+        return prepare_server_args([*args, *extra])
+    except SystemExit as ended:
+        # the sentence that a command line ends with
+        raise ValueError(ended.code) from None
 
 
 def changed_drafter(models: Path, folder: Path, **changes: Any) -> Path:

@@ -1,0 +1,65 @@
+"""How a start that cannot succeed ends: before anything is loaded, with one sentence.
+
+SGLang's arguments are resolved in Python programs, too, where a refusal is a ValueError to catch.
+From a command line it ends the process, without the traceback of a decision that we made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_dflash.checkpoint import check_checkpoint
+
+
+class Refusal(ValueError):
+    """A start that we refuse; the text says what was asked, what was found and what to do."""
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Mark what is refused inside as ours."""
+    try:
+        yield
+    except ValueError as error:
+        raise Refusal(str(error)) from error
+
+
+def check_paths_first(original: Any, server_args: Any) -> None:
+    """Stand around SGLang's first use of the paths: it would take a missing folder for a name."""
+    if server_args.speculative_algorithm == "DFLASH":
+        with refusing():
+            check_checkpoint(server_args.model_path, role="target")
+            if server_args.speculative_draft_model_path is not None:
+                check_checkpoint(server_args.speculative_draft_model_path, role="drafter")
+    original(server_args)
+
+
+def prepare_or_end(original: Any, argv: list[str]) -> Any:
+    """Stand around SGLang's reading of a server's command line; end the process if we refuse."""
+    try:
+        server_args = original(argv)
+        if server_args.speculative_algorithm == "DFLASH":
+            check_port(server_args.host, server_args.port)
+    except Refusal as refusal:
+        raise SystemExit(str(refusal)) from None
+    return server_args
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise Refusal unless a server can listen there now: SGLang would find out at the end."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # as the server does: a port is free again as soon as nobody listens
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise Refusal(
+            f"--host {host} --port {port} cannot be listened on: {error.strerror}. Stop what "
+            "listens there, or pass another --port."
+        ) from error

@@ -1,0 +1,89 @@
+"""A start that cannot succeed ends before anything is loaded, with one sentence."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server import ROOT, free_port
+from sglang_dflash.glue import compat, start
+
+
+def arguments(target: Path, drafter: Path) -> dict[str, Any]:
+    return {
+        "model_path": str(target),
+        "speculative_draft_model_path": str(drafter),
+        "speculative_algorithm": "DFLASH",
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "port": free_port(),
+    }
+
+
+def command_line(target: Path, drafter: Path) -> list[str]:
+    given = arguments(target, drafter).items()
+    return [part for name, value in given for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+@pytest.mark.parametrize("absent", ["llama", "drafter"])
+def test_a_folder_that_is_not_there_is_called_so(models: Path, absent: str) -> None:
+    """SGLang would take it for the name of a model, and say how names are spelt."""
+    paths = {"llama": models / "llama", "drafter": models / "drafter", absent: Path("/no/where")}
+    with pytest.raises(SystemExit, match="/no/where cannot be read: there is no such folder. Pass"):
+        compat.prepare_server_args(command_line(paths["llama"], paths["drafter"]))
+
+
+@pytest.mark.parametrize("part", ["llama", "drafter"])
+def test_a_weight_file_that_is_cut_short_is_named(models: Path, tmp_path: Path, part: str) -> None:
+    shutil.copytree(models / part, tmp_path / part)
+    file = tmp_path / part / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+    paths = {"llama": models / "llama", "drafter": models / "drafter", part: tmp_path / part}
+    with pytest.raises(SystemExit, match=f"{file} is no whole safetensors file: it is cut short"):
+        compat.prepare_server_args(command_line(paths["llama"], paths["drafter"]))
+
+
+def test_a_python_program_can_catch_the_refusal(models: Path) -> None:
+    """An offline engine must not end the program that asks for it."""
+    with pytest.raises(ValueError, match="there is no such folder"):
+        compat.ServerArgs(**arguments(models / "llama", Path("/no/where")))
+
+
+def test_a_port_in_use_is_refused(models: Path) -> None:
+    pair = command_line(models / "llama", models / "drafter")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit, match=f"--port {port} cannot be listened on: Address alre"):
+            compat.prepare_server_args([*pair, "--port", str(port)])
+    assert compat.prepare_server_args([*pair, "--port", str(port)]).port == port
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "localhost"])
+def test_a_free_port_passes_whatever_the_host(host: str) -> None:
+    try:
+        start.check_port(host, free_port())
+    except start.Refusal as refusal:
+        if "Address family not supported" not in str(refusal):
+            raise
+
+
+def test_the_process_ends_with_the_sentence_alone() -> None:
+    done = subprocess.run(
+        [ROOT / "launch" / "cpu.sh", "--speculative-num-draft-tokens", "17"],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "--speculative-num-draft-tokens 17 exceeds the block size 16"
+    )
+    assert "Traceback" not in done.stdout + done.stderr
