@@ -31,13 +31,16 @@ class Look:
 
 def look_at(url: str) -> Look:
     """Ask a server. Raise SystemExit with what to do where there is nothing to see."""
+    url = url if "://" in url else f"http://{url}"
     try:
         response = requests.get(f"{url}/server_info", timeout=10)
         response.raise_for_status()
-    except requests.RequestException as error:
+    except requests.HTTPError as error:
+        raise SystemExit(f"{url} is no SGLang server ({error}). Pass the --url of one.") from None
+    except requests.RequestException:
         raise SystemExit(
-            f"No SGLang server answers at {url} ({error}). Start one, or pass its --url."
-        ) from error
+            f"No SGLang server answers at {url}. Start one, or pass its --url."
+        ) from None
     replicas = replicas_of(response.json())
     if not replicas:
         raise SystemExit(

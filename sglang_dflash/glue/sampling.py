@@ -160,24 +160,24 @@ def refuse_request(req: Any, server_args: Any, *, enable_overlap: bool) -> str |
         return _refusal(
             "custom_logit_processor",
             "with overlap scheduling a processor sees an answer that lags behind",
-            "or start the server with --disable-overlap-schedule",
+            "start the server with --disable-overlap-schedule",
         )
     if constrained and backend not in grammar.BACKENDS:
         return _refusal(
             "structured output",
             f"--grammar-backend {backend} cannot step back from a draft that was wrong",
-            f"or start the server with one of {', '.join(grammar.BACKENDS)}",
+            f"start the server with --grammar-backend {' or '.join(grammar.BACKENDS)}",
         )
     if params.min_p > 0 and server_args.enable_deterministic_inference:
         return _refusal("min_p", "SGLang's seeded sampler has no min_p")
     return None
 
 
-def _refusal(what: str, why: str, instead: str = "") -> str:
-    advice = "Drop the parameter, send the request to a server without DFLASH"
-    return (
-        f"DFLASH cannot serve {what} exactly: {why}. {advice}{', ' + instead if instead else ''}."
-    )
+def _refusal(what: str, why: str, instead: str | None = None) -> str:
+    advice = ["Drop the parameter", "send the request to a server without DFLASH"]
+    if instead is not None:
+        advice.append(instead)
+    return f"DFLASH cannot serve {what} exactly: {why}. {', '.join(advice[:-1])}, or {advice[-1]}."
 
 
 def refuse_in_scheduler(original: Any, req: Any, enable_overlap: bool) -> str | None:

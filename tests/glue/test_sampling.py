@@ -196,14 +196,17 @@ def refusal(*, overlap: bool = False, server: dict[str, Any] | None = None, **as
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"return_hidden_states": True}, "return_hidden_states exactly"),
+        (
+            {"return_hidden_states": True},
+            "return_hidden_states exactly.*Drop the parameter, or send .* without DFLASH.$",
+        ),
         (
             {"custom_logit_processor": "x", "overlap": True},
             "or start the server with --disable-overlap-schedule",
         ),
         (
             {"regex": "a", "server": {"grammar_backend": "outlines"}},
-            "--grammar-backend outlines cannot step back .* one of xgrammar, llguidance",
+            "outlines cannot step back .*, or start .* --grammar-backend xgrammar or llguidance.$",
         ),
         (
             {"min_p": 0.1, "server": {"enable_deterministic_inference": True}},
