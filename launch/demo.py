@@ -22,6 +22,7 @@ import torch
 from transformers import AutoTokenizer
 
 from server import ROOT, Server
+from sglang_dflash.checkpoint import check_checkpoint
 from sglang_dflash.pairs import smollm2_drafter, tiny_drafter, tiny_target
 from sglang_dflash.pairs.smollm2 import smollm2_target
 from stream import Answer, show, stream_pieces
@@ -94,7 +95,7 @@ def main() -> None:
     parser.add_argument("--model-path", help="a target of your own")
     parser.add_argument("--draft-model-path", help="its drafter")
     pair = choose_pair(parser, options := parser.parse_args())
-    tokenizer = AutoTokenizer.from_pretrained(pair.target)
+    tokenizer = read_tokenizer(pair)
     dflash = pair.serve()
     servers = [dflash] if options.chat else [pair.serve(plain=True), dflash]
     try:
@@ -125,6 +126,16 @@ def choose_pair(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         return Pair(str(smollm2_target()), str(smollm2_drafter()), CPU_BLOCK)
     except RuntimeError as error:
         sys.exit(f"demo: {error} `python launch/demo.py --tiny` needs no download.")
+
+
+def read_tokenizer(pair: Pair) -> Any:
+    """Return the target's tokenizer; end with a sentence if the pair is not all there."""
+    try:
+        check_checkpoint(pair.target, role="target")
+        check_checkpoint(pair.drafter, role="drafter")
+        return AutoTokenizer.from_pretrained(pair.target)
+    except (ValueError, OSError) as error:
+        sys.exit(f"demo: {error}")
 
 
 def demonstrate(plain: Server, dflash: Server, tokenizer: Any, questions: tuple[str, ...]) -> None:
@@ -168,7 +179,8 @@ def tell(server: Server, tokenizer: Any, messages: list[dict[str, str]]) -> Answ
 
 
 def wait_with_clock(*servers: Server) -> None:
-    """Wait for the servers with a running clock and the latest line of their log."""
+    """Wait for the servers with a running clock and the latest line of their log; end with the
+    last of it if one does not start."""
     start = time.monotonic()
 
     def tick() -> None:
@@ -179,8 +191,11 @@ def wait_with_clock(*servers: Server) -> None:
         message = last.partition("] ")[2][:70]
         print(f"\r\033[Kstarting, {time.monotonic() - start:3.0f} s  {message}", end="")
 
-    for server in servers:
-        server.wait(on_wait=tick)
+    try:
+        for server in servers:
+            server.wait(on_wait=tick)
+    except RuntimeError as error:
+        sys.exit(f"demo: {error}")
     clear_line()
     print(f"ready after {time.monotonic() - start:.0f} s")
 

