@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from server import ROOT, free_port
 from sglang_dflash.glue import compat, start
+from sglang_dflash.pairs import tiny_drafter, tiny_target
 
 
 def arguments(target: Path, drafter: Path) -> dict[str, Any]:
@@ -86,4 +88,26 @@ def test_the_process_ends_with_the_sentence_alone() -> None:
     assert done.stderr.splitlines()[-1].startswith(
         "--speculative-num-draft-tokens 17 exceeds the block size 16"
     )
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about an environment for a CPU")
+def test_serve_passes_the_doctor_in_the_environment_of_make() -> None:
+    """The sentence at its end is one that only a server's own start knows."""
+    stand_ins = ROOT / "sglang_dflash" / "glue" / "cpu" / "path"
+    env = {**os.environ, "PYTHONPATH": f"{stand_ins}:{ROOT}"}
+    env.pop("SGLANG_USE_CPU_ENGINE", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-m", "sglang_dflash", "serve", "--port", port]
+            + ["--model-path", tiny_target(), "--speculative-draft-model-path", tiny_drafter()]
+            + ["--speculative-algorithm", "DFLASH"],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    assert done.returncode == 1
+    assert f"--port {port} cannot be listened on" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stdout + done.stderr
