@@ -58,6 +58,21 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 64,
 }
 
+# of targets with linear attention there are only configs: nothing here runs them
+HYBRID_TEXT = {**COMMON, "head_dim": 32, "full_attention_interval": 3}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"architectures": ["Qwen3NextForCausalLM"], **HYBRID_TEXT},
+    "qwen3_5": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": {"model_type": "qwen3_5_text", **HYBRID_TEXT},
+    },
+    "qwen3_5_moe": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "text_config": {"model_type": "qwen3_5_moe_text", **HYBRID_TEXT},
+    },
+    "lfm2": {"architectures": ["Lfm2ForCausalLM"], **HYBRID_TEXT},
+}
+
 
 def make_target(family: str, folder: Path, *, seed: int = 0) -> Path:
     """Write a random target of a family, with the embedded pair's tokenizer."""
@@ -76,9 +91,16 @@ def make_target(family: str, folder: Path, *, seed: int = 0) -> Path:
     model.float().eval().save_pretrained(folder)
     if family.startswith("gemma4"):
         _write_sglang_gemma4_keys(folder / "config.json")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (tiny_target() / name).exists():
-            shutil.copy(tiny_target() / name, folder / name)
+    _copy_tokenizer(folder)
+    return folder
+
+
+def write_hybrid_config(folder: Path, model_type: str) -> Path:
+    """Write the config of a target with linear attention, and a tokenizer."""
+    folder.mkdir()
+    config = {"model_type": model_type, **HYBRIDS[model_type]}
+    (folder / "config.json").write_text(json.dumps(config))
+    _copy_tokenizer(folder)
     return folder
 
 
@@ -135,6 +157,12 @@ def load_target(family: str, folder: Path) -> PreTrainedModel:
     """Load a target in transformers, fp32."""
     config = hf_config(family)
     return CLASSES[family].from_pretrained(folder, config=config, dtype=torch.float32).eval()
+
+
+def _copy_tokenizer(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (tiny_target() / name).exists():
+            shutil.copy(tiny_target() / name, folder / name)
 
 
 def _write_sglang_gemma4_keys(path: Path) -> None:

@@ -75,6 +75,10 @@ SYMBOLS: dict[str, Symbol] = {
         ("model", "trust_remote_code", "revision", "model_override_args"),
     ),
     "get_rope_config": Symbol("srt.utils.hf_transformers_utils", "get_rope_config", ("config",)),
+    "mambaish_config": Symbol("srt.configs.hybrid_arch", "mambaish_config", ("model_config",)),
+    "get_linear_attn_config": Symbol(
+        "srt.configs.linear_attn_model_registry", "get_linear_attn_config", ("hf_config",)
+    ),
     "get_server_args": Symbol("srt.runtime_context", "get_server_args"),
     "get_parallel": Symbol("srt.runtime_context", "get_parallel"),
     # what the plug-in hooks

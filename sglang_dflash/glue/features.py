@@ -1,8 +1,11 @@
-"""Which targets deliver the hidden states that a drafter reads."""
+"""Which targets deliver the hidden states that a drafter reads, and can take drafts back."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+
+from sglang_dflash.glue import compat
 
 # these capture the same layers' outputs for EAGLE-3, and have no method of DFLASH's name
 CAPTURE_FOR_EAGLE = ("Qwen2ForCausalLM",)
@@ -10,6 +13,27 @@ CAPTURE_FOR_EAGLE = ("Qwen2ForCausalLM",)
 
 def delivers_features(model_class: type, architecture: str) -> bool:
     return hasattr(model_class, "set_dflash_layers_to_capture") or architecture in CAPTURE_FOR_EAGLE
+
+
+def refuse_recurrent(config: Any, *, name: str) -> None:
+    """Raise ValueError for a target with layers that SGLang gives a state instead of KV.
+
+    A verify pass leaves their state as it was; it has to be moved to the last accepted token
+    afterwards, and nobody here does. Asks SGLang, from the config alone.
+    """
+    asked = SimpleNamespace(
+        hf_config=config,
+        is_draft_model=False,
+        linear_attn_registry_result=compat.get_linear_attn_config(config),
+    )
+    found = compat.mambaish_config(asked)
+    if found is not None:
+        raise ValueError(
+            f"The target {name} ({', '.join(config.architectures)}) has linear-attention or Mamba "
+            f"layers ({type(found).__name__}): their state would not follow the accepted tokens, "
+            "and the text would be wrong. Serve it without --speculative-algorithm DFLASH, or set "
+            "SGLANG_DFLASH=off to use SGLang's own DFLASH."
+        )
 
 
 def configure_capture(

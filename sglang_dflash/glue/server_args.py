@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_dflash import config as cfg
 from sglang_dflash.glue import compat
-from sglang_dflash.glue.features import delivers_features
+from sglang_dflash.glue.features import delivers_features, refuse_recurrent
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +140,7 @@ def target_spec(model_config: Any) -> cfg.TargetSpec:
 
 def describe_target(config: Any, *, name: str, context_len: int | None = None) -> cfg.TargetSpec:
     """Return what a drafter must know of a target, from its config alone."""
+    refuse_recurrent(config, name=name)
     architecture = config.architectures[0]
     model_class, _ = compat.ModelRegistry.resolve_model_cls([architecture])
     text_config = config.get_text_config()

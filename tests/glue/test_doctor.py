@@ -16,6 +16,7 @@ import torch
 from server import ROOT
 from sglang_dflash.__main__ import main
 from sglang_dflash.pairs import tiny_drafter, tiny_target
+from tiny_models import write_hybrid_config
 
 PAIR = ["--model-path", str(tiny_target()), "--speculative-draft-model-path", str(tiny_drafter())]
 
@@ -113,6 +114,15 @@ def test_a_python_without_torch_is_told_in_one_sentence(command: str) -> None:
     )
     assert done.returncode == 1
     assert done.stderr == f"{sys.executable} has no torch. Use a Python that has SGLang.\n"
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5"])
+def test_doctor_blocks_a_target_with_recurrent_layers(
+    tmp_path: Path, model_type: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = write_hybrid_config(tmp_path / "hybrid", model_type)
+    assert main(["doctor", "--model-path", str(target), *PAIR[2:]]) == 1
+    assert "has linear-attention or Mamba layers" in capsys.readouterr().out
 
 
 def test_kv_of_gemma_4_is_counted_by_kind_of_layer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from server import free_port
 from sglang_dflash.glue import compat
+from tiny_models import write_hybrid_config
 
 
 def parse(models: Path, *extra: str, drafter: Path | str | None = None) -> Any:
@@ -143,6 +144,12 @@ def test_target_without_features_is_refused(models: Path, monkeypatch: pytest.Mo
     monkeypatch.delattr(model_class, "set_dflash_layers_to_capture")
     with pytest.raises(ValueError, match=r"\(LlamaForCausalLM\) cannot deliver hidden states"):
         parse(models)
+
+
+def test_target_with_recurrent_layers_is_refused(models: Path, tmp_path: Path) -> None:
+    target = write_hybrid_config(tmp_path / "hybrid", "qwen3_next")
+    with pytest.raises(ValueError, match="hybrid.*has linear-attention or Mamba.*SGLANG_DFLASH"):
+        parse(models, "--model-path", str(target), "--disable-radix-cache")
 
 
 @pytest.mark.parametrize(
