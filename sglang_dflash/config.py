@@ -5,14 +5,14 @@ Every refusal says what was asked, what was found and what to do, and is raised 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_dflash.drafter_config import ARCHITECTURES, SUPPORTED_LAYER_TYPES, refuse_unknown
 from sglang_dflash.safetensors_header import read_safetensors_header
-
-SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # which attention backends can run a drafter's layers; full_attention needs a block without a
 # causal mask, which some backends cannot do
@@ -89,6 +89,7 @@ class DrafterSpec:
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, name: str) -> DrafterSpec:
         """Read a drafter's config.json. Raise ValueError with the missing or odd key."""
+        refuse_unknown(config, name=name)
         dflash = config.get("dflash_config") or {}
         num_layers = _require(config, "num_hidden_layers", name)
         num_heads = _require(config, "num_attention_heads", name)
@@ -104,6 +105,11 @@ class DrafterSpec:
             raise ValueError(
                 f"The drafter {name} does not say which target layers feed it: its config.json "
                 "lacks dflash_config.target_layer_ids. Add the layer ids it was trained with."
+            )
+        if not config.get("architectures"):
+            raise ValueError(
+                f"SGLang loads the drafter {name} by its architecture, and its config.json names "
+                f'none. Add "architectures": {json.dumps(ARCHITECTURES)} to it.'
             )
         layer_types = tuple(config.get("layer_types") or ("full_attention",) * num_layers)
         spec = cls(

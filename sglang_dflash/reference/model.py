@@ -1,7 +1,8 @@
 """The drafter in plain torch: the oracle every faster implementation is judged against.
 
-It shares no code with the rest of the package on purpose. Clarity beats speed: masks are explicit
-boolean tensors, nothing is fused, and the same layers serve inference and training.
+It shares no code with the rest of the package on purpose, only the list of what is understood of a
+drafter's config. Clarity beats speed: masks are explicit boolean tensors, nothing is fused, and the
+same layers serve inference and training.
 """
 
 from __future__ import annotations
@@ -16,18 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+from sglang_dflash.drafter_config import refuse_unknown
 
-# keys of dflash_config that change the arithmetic in ways this oracle does not compute
-_UNSUPPORTED = (
-    "causal",
-    "conv_kernel_size",
-    "output_multiplier",
-    "projector_type",
-    "sample_from_anchor",
-    "selector_rank",
-    "use_swa",
-)
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +68,7 @@ class DrafterConfig:
             )
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> DrafterConfig:
+    def from_json(cls, raw: dict[str, Any], *, name: str = "(unnamed)") -> DrafterConfig:
         """Read the released config.json format; refuse variants this oracle cannot compute."""
         if "dflash_config" not in raw:
             raise ValueError(
@@ -84,7 +76,8 @@ class DrafterConfig:
                 "Point at a folder whose architectures entry is DFlashDraftModel."
             )
         dflash = raw["dflash_config"]
-        _refuse_variants(raw, dflash)
+        refuse_unknown(raw, name=name)
+        _refuse_scaled_rope(raw)
         num_layers = raw["num_hidden_layers"]
         return cls(
             hidden_size=raw["hidden_size"],
@@ -125,18 +118,7 @@ class DrafterConfig:
         }
 
 
-def _refuse_variants(raw: dict[str, Any], dflash: dict[str, Any]) -> None:
-    for key in _UNSUPPORTED:
-        if dflash.get(key):
-            raise ValueError(
-                f"dflash_config.{key} is {dflash[key]!r}, a variant the reference does not "
-                "compute. Use a plain DFlash drafter."
-            )
-    if raw.get("hidden_act", "silu") != "silu" or raw.get("attention_bias"):
-        raise ValueError(
-            f"The reference computes hidden_act 'silu' without attention_bias but found "
-            f"{raw.get('hidden_act')!r} and {raw.get('attention_bias')!r}. Use a plain drafter."
-        )
+def _refuse_scaled_rope(raw: dict[str, Any]) -> None:
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type != "default":
@@ -387,7 +369,8 @@ class Drafter(nn.Module):
     def from_pretrained(cls, folder: str | Path, dtype: torch.dtype = torch.float32) -> Drafter:
         """Load a drafter folder of the released format, ready for inference."""
         folder = Path(folder)
-        config = DrafterConfig.from_json(json.loads((folder / "config.json").read_text()))
+        raw = json.loads((folder / "config.json").read_text())
+        config = DrafterConfig.from_json(raw, name=str(folder))
         if (folder / "mask_embedding.pt").exists():
             raise ValueError(
                 f"{folder} has a learned mask_embedding.pt, a variant the reference does not "

@@ -51,9 +51,10 @@ def find_drafter(name: str) -> Path:
 def read_drafter_config(folder: Path, target: PretrainedConfig) -> DrafterConfig:
     """Return the config of a drafter that is to be trained further, if it suits the target."""
     try:
-        config = DrafterConfig.from_json(json.loads((folder / "config.json").read_text()))
+        raw = json.loads((folder / "config.json").read_text())
     except OSError:
         raise ValueError(f"--init-from {folder} has no config.json. Pass a drafter.") from None
+    config = DrafterConfig.from_json(raw, name=str(folder))
     wanted = {
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,

@@ -116,6 +116,17 @@ def test_a_python_without_torch_is_told_in_one_sentence(command: str) -> None:
     assert done.stderr == f"{sys.executable} has no torch. Use a Python that has SGLang.\n"
 
 
+def test_doctor_blocks_a_drafter_of_another_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((tiny_drafter() / "config.json").read_text())
+    config |= {"architectures": ["DFlashLagunaForCausalLM"], "sample_from_anchor": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["doctor", *PAIR[:3], str(tmp_path)]) == 1
+    named = "architectures ['DFlashLagunaForCausalLM'], sample_from_anchor True"
+    assert f"does not compute: {named}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5"])
 def test_doctor_blocks_a_target_with_recurrent_layers(
     tmp_path: Path, model_type: str, capsys: pytest.CaptureFixture[str]

@@ -170,6 +170,12 @@ def test_target_with_recurrent_layers_is_refused(models: Path, tmp_path: Path) -
         pytest.param(
             {"dflash_config": {"target_layer_ids": [1, 3, 4]}}, "names no mask token", id="mask"
         ),
+        pytest.param(
+            {"architectures": ["DFlash2DraftModel"]},
+            r"does not compute: architectures \['DFlash2DraftModel'\]",
+            id="architecture",
+        ),
+        pytest.param({"is_causal": True}, "does not compute: is_causal True", id="switch"),
     ],
 )
 def test_drafter_that_does_not_fit_is_refused(

@@ -18,7 +18,8 @@ ALLOWED = {
     "types": set(),
     "safetensors_header": set(),
     "checkpoint": {"safetensors_header"},
-    "config": {"safetensors_header"},
+    "drafter_config": set(),
+    "config": {"drafter_config", "safetensors_header"},
     "metrics": set(),
     "host": {"types"},
     "buffers": {"types"},
@@ -38,7 +39,8 @@ ALLOWED = {
         "types",
         "verify",
     },
-    "reference": {"reference"},
+    # an oracle shares no arithmetic with what it judges; which configs both take is one list
+    "reference": {"drafter_config", "reference"},
     "pairs": {"pairs"},
     "train": {"train", "reference", "pairs"},
 }

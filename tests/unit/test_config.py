@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from sglang_dflash import config as cfg
 
 CONFIG: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
     "hidden_size": 128,
     "vocab_size": 1024,
     "num_hidden_layers": 2,

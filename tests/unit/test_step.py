@@ -17,6 +17,7 @@ B = 4
 def config() -> DFlashConfig:
     drafter = DrafterSpec.from_config(
         {
+            "architectures": ["DFlashDraftModel"],
             "hidden_size": 8,
             "vocab_size": 100,
             "num_hidden_layers": 1,

@@ -1,0 +1,147 @@
+"""The one list of what is understood of a drafter's config.json; anything else is refused.
+
+Server, doctor, oracle and trainer read it. A switch that one of them overlooked would cost accept
+length without a word, because the target corrects whatever a drafter writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+SUPPORTED_LAYER_TYPES = (FULL, SLIDING)
+ARCHITECTURES = ("DFlashDraftModel",)
+
+# read, whatever the value
+_READ = {
+    "architectures",
+    "block_size",
+    "dflash_config",
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "num_target_layers",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "vocab_size",
+}
+# says nothing about the network: tokens and cap are the target's, layer_types tells the windows,
+# and the rest is what transformers writes
+_IDLE = {
+    "_attn_implementation",
+    "_name_or_path",
+    "attention_dropout",
+    "auto_map",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "final_logit_softcapping",
+    "id2label",
+    "initializer_range",
+    "label2id",
+    "max_window_layers",
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "use_sliding_window",
+}
+_READ_IN_DFLASH = {
+    "block_size",
+    "mask_token",
+    "mask_token_id",
+    "num_target_layers",
+    "target_layer_ids",
+}
+
+
+def _understood_values(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return for each switch, of either level, the values that mean what is computed here."""
+    dflash = config.get("dflash_config") or {}
+    kinds = set(config.get("layer_types") or [FULL])
+    # a full layer sees its whole block and a sliding one does not; one word for both fits neither
+    causal = (SLIDING in kinds,) if len(kinds) == 1 else ()
+    window = (config.get("sliding_window"),)
+    return {
+        "attention_bias": (False,),
+        "attention_mode": ("gqa", "mha"),
+        "causal": causal,
+        "draft_vocab_size": (config.get("vocab_size"),),
+        "hidden_act": ("silu",),
+        "is_causal": causal,
+        "is_neox_style": (True,),
+        "mask_token_id": (dflash.get("mask_token_id"),),
+        "mlp_bias": (False,),
+        "output_multiplier": (1.0,),
+        "partial_rotary_factor": (1.0,),
+        "projector_type": ("dflash",),
+        "qk_norm": (True,),
+        "rope_is_neox_style": (True,),
+        "sample_from_anchor": (False,),
+        "sliding_window": window,
+        "swa_window_size": window,
+        "target_layer_ids": (dflash.get("target_layer_ids"),),
+        "use_aux_hidden_state": (True,),
+        "use_qk_norm": (True,),
+        "use_swa": (False,),
+    }
+
+
+def refuse_unknown(config: Mapping[str, Any], *, name: str) -> None:
+    """Raise ValueError with every key and value of a drafter's config that is not understood."""
+    found = list(_unknown(config))
+    if found:
+        raise ValueError(
+            f"The config.json of the drafter {name} asks for what sglang_dflash does not compute: "
+            f"{', '.join(found)}. Use a plain DFlash drafter ({' or '.join(ARCHITECTURES)}), or "
+            "take out a key that does not concern the network."
+        )
+
+
+def _unknown(config: Mapping[str, Any]) -> Iterator[str]:
+    architectures = config.get("architectures")
+    if architectures and not set(architectures) <= set(ARCHITECTURES):
+        yield f"architectures {architectures}"
+    switches = _understood_values(config)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rotated = {k: v for k, v in rope.items() if k in switches}
+    levels: list[tuple[str, Mapping[str, Any], set[str]]] = [
+        ("", config, _READ | _IDLE),
+        ("dflash_config.", config.get("dflash_config") or {}, _READ_IN_DFLASH),
+        ("rope_parameters.", rotated, set()),
+    ]
+    for level, keys, known in levels:
+        for key, value in keys.items():
+            if key not in known and not _is_understood(key, value, switches):
+                yield f"{level}{key} {_shortened(value)}"
+
+
+def _is_understood(key: str, value: Any, switches: Mapping[str, tuple[Any, ...]]) -> bool:
+    if value is None:
+        return True
+    if key in switches:
+        return value in switches[key]
+    # a feature nobody here has heard of, and which is off
+    return value is False or value in ("", [], {}, ())
+
+
+def _shortened(value: Any, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
