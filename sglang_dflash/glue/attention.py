@@ -21,24 +21,21 @@ logger = logging.getLogger(__name__)
 def install_verify_attention(runner: Any, *, max_requests: int, block_size: int) -> str:
     """Let our kernel serve the target's blocks, before graphs are captured; return what serves.
 
-    Another backend, or a mode of the Triton backend that the kernel does not know, keeps its own.
+    Another backend keeps its own kernel. So does the Triton backend in a mode, or with a layer,
+    that ours does not know; the reason is logged and returned.
     """
     backend = runner.attn_backend
     if not isinstance(backend, compat.TritonAttnBackend):
         return type(backend).__name__
-    foreign = _foreign_mode(backend)
+    from sglang_dflash.kernels.verify_attention import VerifyAttention
+
+    shapes = _layer_shapes(runner.model)
+    foreign = _foreign_mode(backend) or _foreign_layers(shapes)
     if foreign is not None:
         logger.warning("DFLASH: SGLang's prefill kernel serves verify blocks: %s.", foreign)
-        return type(backend).__name__
-    from sglang_dflash.kernels.verify_attention import LayerShape, VerifyAttention
-
-    shapes = {
-        LayerShape(m.tp_q_head_num, m.tp_k_head_num, m.qk_head_dim, m.v_head_dim)
-        for m in runner.model.modules()
-        if isinstance(m, compat.RadixAttention)
-    }
+        return f"{type(backend).__name__}: {foreign}"
     attention = VerifyAttention(
-        max_requests, block_size, shapes=list(shapes), dtype=runner.dtype, device=runner.device
+        max_requests, block_size, shapes=shapes, dtype=runner.dtype, device=runner.device
     )
     VerifyBackend(backend, attention, block_size).install()
     return "sglang_dflash.verify_attention"
@@ -52,6 +49,33 @@ def _foreign_mode(backend: Any) -> str | None:
     if backend._translate_kv_loc is not None:
         return "the unified memory pool has slots of its own"
     return None
+
+
+def _layer_shapes(model: torch.nn.Module) -> list[Any]:
+    from sglang_dflash.kernels.verify_attention import LayerShape
+
+    shapes = {
+        LayerShape(m.tp_q_head_num, m.tp_k_head_num, m.qk_head_dim, m.v_head_dim)
+        for m in model.modules()
+        if isinstance(m, compat.RadixAttention)
+    }
+    return sorted(shapes, key=str)
+
+
+def _foreign_layers(shapes: list[Any]) -> str | None:
+    from sglang_dflash.kernels.verify_attention import TILES, can_serve
+
+    foreign = [
+        f"{s.num_q_heads} heads of {s.head_dim} over {s.num_kv_heads} of KV"
+        for s in shapes
+        if not can_serve(s)
+    ]
+    if not foreign:
+        return None
+    return (
+        f"ours takes head dims up to {max(TILES)} and whole groups of query heads, and this model "
+        f"has layers of {', '.join(foreign)}"
+    )
 
 
 def shrink_graph_buffers(backend: Any) -> None:

@@ -301,7 +301,8 @@ class VerifyAttention:
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         if tiles is None:
             tiles = dict.fromkeys(TILES, TILE_FP32) if dtype == torch.float32 else TILES
-        self.tiles = {shape: _choose_tile(shape, tiles) for shape in shapes}
+        assert all(can_serve(s, tiles) for s in shapes), f"no tile for one of {shapes}"
+        self.tiles = {s: tiles[_tile_dim(s, tiles)] for s in shapes}
         # runs to aim for in a batch; each is a program per KV head and tile of rows
         self.goals = {}
         for s, tile in self.tiles.items():
@@ -410,11 +411,10 @@ def _dv_parts(shape: LayerShape, tile: Tile) -> int:
     return min(tile.dv_parts, _padded(shape.v_head_dim) // 16)
 
 
-def _choose_tile(shape: LayerShape, tiles: Mapping[int, Tile]) -> Tile:
-    dim = max(min(tiles), triton.next_power_of_2(max(shape.head_dim, shape.v_head_dim)))
-    if dim not in tiles or shape.num_q_heads % shape.num_kv_heads:
-        raise ValueError(
-            f"verify attention takes head dims up to {max(tiles)} and whole groups of query heads "
-            f"but found {shape}. Start without it: SGLang's own kernel serves this layer."
-        )
-    return tiles[dim]
+def can_serve(shape: LayerShape, tiles: Mapping[int, Tile] = TILES) -> bool:
+    """Say whether a layer has whole groups of query heads, and a head dim that has a tile."""
+    return shape.num_q_heads % shape.num_kv_heads == 0 and _tile_dim(shape, tiles) in tiles
+
+
+def _tile_dim(shape: LayerShape, tiles: Mapping[int, Tile]) -> int:
+    return max(min(tiles), triton.next_power_of_2(max(shape.head_dim, shape.v_head_dim)))

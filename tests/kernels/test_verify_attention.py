@@ -11,7 +11,7 @@ from interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kerne
 from sglang_dflash.kernels import reference
 
 if INTERPRETED or torch.cuda.is_available():
-    from sglang_dflash.kernels.verify_attention import LayerShape, Tile, VerifyAttention
+    from sglang_dflash.kernels.verify_attention import LayerShape, Tile, VerifyAttention, can_serve
 
 # few enough that a handful of keys is cut into several runs
 NUM_SMS = 8
@@ -237,8 +237,12 @@ def test_a_shape_or_dtype_it_was_not_built_for_does_not_fit() -> None:
 
 
 @runs_kernel
-def test_head_dims_beyond_the_table_are_refused_at_start_up() -> None:
-    with pytest.raises(ValueError, match="head dims up to 512"):
+def test_a_layer_without_a_tile_is_known_before_anything_is_built() -> None:
+    """A multiple-query head of MLA is 576 wide; SGLang's kernel has to serve it."""
+    assert can_serve(LayerShape(16, 1, 512, 512)) and can_serve(LayerShape(16, 16, 192, 128))
+    assert not can_serve(LayerShape(16, 1, 576, 512))
+    assert not can_serve(LayerShape(6, 4, 128, 128))
+    with pytest.raises(AssertionError, match="no tile"):
         build(Case(d=1024, dv=1024))
 
 

@@ -1,0 +1,94 @@
+"""Whose kernel serves the target's verify blocks, and what is said about it."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sglang_dflash.glue import attention, compat
+
+# heads, KV heads, width of keys, width of values
+Shape = tuple[int, int, int, int]
+GROUPED: Shape = (8, 2, 128, 128)
+# what MLA runs in a verify block: one wide KV head; and what it runs in prefill
+LATENT: Shape = (16, 1, 576, 512)
+EXPANDED: Shape = (16, 16, 192, 128)
+
+
+def make_backend(**changes: Any) -> Any:
+    """Return a Triton backend with what the choice reads, and no GPU behind it."""
+    backend = object.__new__(compat.TritonAttnBackend)
+    settings = {
+        "enable_deterministic": False,
+        "dcp_size": 1,
+        "_translate_kv_loc": None,
+        "use_sliding_window_kv_pool": False,
+        "token_to_kv_pool": None,
+        "sliding_window_size": None,
+        "qo_indptr": torch.zeros(5, dtype=torch.int32),
+        "device": "cpu",
+        **changes,
+    }
+    for name, value in settings.items():
+        setattr(backend, name, value)
+    return backend
+
+
+def make_runner(backend: Any, *shapes: Shape) -> Any:
+    layers = [
+        compat.RadixAttention(
+            heads, width, scaling=1.0, num_kv_heads=kv_heads, layer_id=i, v_head_dim=value_width
+        )
+        for i, (heads, kv_heads, width, value_width) in enumerate(shapes)
+    ]
+    return SimpleNamespace(
+        attn_backend=backend, model=nn.ModuleList(layers), dtype=torch.bfloat16, device="cpu"
+    )
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Any:
+    card = SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    return lambda runner: attention.install_verify_attention(runner, max_requests=4, block_size=4)
+
+
+def test_our_kernel_serves_layers_that_it_has_tiles_for(install: Any) -> None:
+    backend = make_backend()
+    assert install(make_runner(backend, GROUPED, EXPANDED)) == "sglang_dflash.verify_attention"
+    assert isinstance(backend.forward_extend.__self__, attention.VerifyBackend)
+
+
+def test_mla_keeps_sglangs_kernel_and_the_reason_is_told(
+    install: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Refused, such a target could not be served at all: there is no switch for our kernel."""
+    backend = make_backend()
+    with caplog.at_level(logging.WARNING):
+        serves = install(make_runner(backend, LATENT, EXPANDED, LATENT))
+    reason = (
+        "ours takes head dims up to 512 and whole groups of query heads, and this model has "
+        "layers of 16 heads of 576 over 1 of KV"
+    )
+    assert serves == f"TritonAttnBackend: {reason}"
+    assert [record.message for record in caplog.records] == [
+        f"DFLASH: SGLang's prefill kernel serves verify blocks: {reason}."
+    ]
+    assert "forward_extend" not in vars(backend)
+    assert "_update_target_verify_buffers" not in vars(backend)
+
+
+def test_a_mode_of_its_own_keeps_sglangs_kernel(install: Any) -> None:
+    backend = make_backend(enable_deterministic=True)
+    serves = install(make_runner(backend, GROUPED))
+    assert serves == "TritonAttnBackend: deterministic inference asks for its own"
+    assert "forward_extend" not in vars(backend)
+
+
+def test_another_backend_is_left_alone(install: Any) -> None:
+    assert install(make_runner(SimpleNamespace(), GROUPED)) == "SimpleNamespace"
