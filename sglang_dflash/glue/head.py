@@ -13,6 +13,8 @@ from sglang_dflash.glue.cpu import products
 from sglang_dflash.glue.drawn import Chosen, SampledDrafts
 from sglang_dflash.kernels import MAX_TOP_K, Noise, Ops
 
+HEAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 
 class DraftHead:
     """The target's head as a drafter uses it: the likeliest token or a draw, no logits kept.
@@ -23,6 +25,7 @@ class DraftHead:
 
     def __init__(self, target_model: Any, vocab_size: int, ops: Ops) -> None:
         head = target_model.lm_head
+        _refuse_quantised(head)
         shard = getattr(head, "shard_indices", None)
         self._head = head
         self._ops = ops
@@ -61,6 +64,20 @@ class DraftHead:
     @property
     def sees_all(self) -> bool:
         return self._group is None or self._group.world_size == 1
+
+
+def _refuse_quantised(head: Any) -> None:
+    """Raise ValueError unless logits are a product with the head's weight as it is."""
+    weight = getattr(head, "weight", None)
+    if weight is not None and weight.dtype in HEAD_DTYPES:
+        return
+    how = type(getattr(head, "quant_method", None)).__name__
+    found = "no weight" if weight is None else f"a weight of {weight.dtype}"
+    raise ValueError(
+        f"The target's lm_head is quantised ({type(head).__name__} with {found}, by {how}), and "
+        "DFLASH drafts with a head of float32, float16 or bfloat16 only. Serve a checkpoint whose "
+        "lm_head was left out of the quantisation, or serve without --speculative-algorithm DFLASH."
+    )
 
 
 def _multiply(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
