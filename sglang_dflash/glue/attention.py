@@ -132,6 +132,7 @@ class VerifyBackend:
         self._block_bounds = bounds * block_size
 
     def install(self) -> None:
+        self._window_slots()
         shrink_graph_buffers(self._backend)
         self._backend.forward_extend = self.forward_extend
         self._backend._update_target_verify_buffers = self.lay_out_prefixes
@@ -149,8 +150,22 @@ class VerifyBackend:
                 backend.cuda_graph_window_kv_indices,
                 window=backend.sliding_window_size,
                 starts=backend.cuda_graph_window_kv_offsets,
-                slot_map=getattr(backend.token_to_kv_pool, "full_to_swa_index_mapping", None),
+                slot_map=self._window_slots(),
             )
+
+    def _window_slots(self) -> Tensor | None:
+        """Return the slot of each token in the sliding layers' own pool; None if all layers share
+        one, where a token has one slot."""
+        if not self._backend.use_sliding_window_kv_pool:
+            return None
+        slots = self._backend.token_to_kv_pool.full_to_swa_index_mapping
+        if slots is None:
+            raise RuntimeError(
+                "The pool of the sliding-window layers has no full_to_swa_index_mapping, so their "
+                "slots are unknown. Start with another --attention-backend, which keeps its own "
+                "kernel, and report this."
+            )
+        return slots
 
     def forward_extend(
         self,

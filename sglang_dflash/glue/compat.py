@@ -6,31 +6,10 @@ lists everything that the installed release has moved, renamed or given another 
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Symbol:
-    """A name in SGLang, and the parameters or fields of it that we rely on."""
-
-    module: str
-    attr: str
-    uses: tuple[str, ...] = ()
-
-    @property
-    def dotted(self) -> str:
-        return f"sglang.{self.module}.{self.attr}"
-
-    def resolve(self) -> Any:
-        found = importlib.import_module(f"sglang.{self.module}")
-        for part in self.attr.split("."):
-            found = getattr(found, part)
-        return found
-
+from sglang_dflash.glue.contract import Symbol
 
 SYMBOLS: dict[str, Symbol] = {
     # plug-in and arguments
@@ -265,7 +244,19 @@ SYMBOLS: dict[str, Symbol] = {
     ),
     "get_tp_group": Symbol("srt.distributed", "get_tp_group"),
     # attention
-    "TritonAttnBackend": Symbol("srt.layers.attention.triton_backend", "TritonAttnBackend"),
+    "TritonAttnBackend": Symbol(
+        "srt.layers.attention.triton_backend",
+        "TritonAttnBackend",
+        # read to choose a kernel, or written to where nobody would miss them
+        attributes=(
+            "enable_deterministic",
+            "dcp_size",
+            "_translate_kv_loc",
+            "use_sliding_window_kv_pool",
+            "cuda_graph_swa_out_cache_loc",
+            "_verify_mask",
+        ),
+    ),
     "logit_capping_mod": Symbol(
         "srt.layers.attention.triton_backend",
         "logit_capping_mod",
@@ -307,6 +298,16 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.layers.logits_processor",
         "LogitsProcessor._compute_lm_head",
         ("hidden_states", "lm_head", "embedding_bias"),
+    ),
+    "VocabParallelEmbedding": Symbol(
+        "srt.layers.vocab_parallel_embedding",
+        "VocabParallelEmbedding",
+        attributes=("shard_indices", "quant_method"),
+    ),
+    "ShardIndices": Symbol(
+        "srt.layers.vocab_parallel_embedding",
+        "VocabParallelEmbeddingShardIndices",
+        attributes=("org_vocab_start_index", "num_org_elements"),
     ),
     "fused_softcap": Symbol("srt.layers.logits_processor", "fused_softcap"),
     # sampling
@@ -363,7 +364,11 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.layers.attention.attention_registry", "register_attention_backend", ("name",)
     ),
     "KVWriteLoc": Symbol("srt.mem_cache.memory_pool", "KVWriteLoc"),
-    "SWAKVPool": Symbol("srt.mem_cache.swa_memory_pool", "SWAKVPool"),
+    "SWAKVPool": Symbol(
+        "srt.mem_cache.swa_memory_pool",
+        "SWAKVPool",
+        attributes=("full_to_swa_index_mapping", "translate_loc_from_full_to_swa"),
+    ),
     "resolved_backends": Symbol("srt.server_args", "ServerArgs._resolved_attention_backends"),
     "model_specific_adjustments": Symbol(
         "srt.server_args", "ServerArgs._handle_model_specific_adjustments"
@@ -397,18 +402,10 @@ def broken() -> list[str]:
     lines = []
     for name, symbol in SYMBOLS.items():
         try:
-            found = symbol.resolve()
+            lost = symbol.lost()
         except (ImportError, AttributeError) as error:
             lines.append(f"{name}: {symbol.dotted} is gone ({error})")
             continue
-        missing = [use for use in symbol.uses if use not in _names_of(found)]
-        if missing:
-            lines.append(f"{name}: {symbol.dotted} lost {', '.join(missing)}")
+        if lost:
+            lines.append(f"{name}: {symbol.dotted} lost {', '.join(lost)}")
     return lines
-
-
-def _names_of(found: Any) -> set[str]:
-    names = set(inspect.signature(found).parameters)
-    if inspect.isclass(found):
-        names |= set(getattr(found, "__dataclass_fields__", ()))
-    return names

@@ -26,7 +26,7 @@ class DraftHead:
     def __init__(self, target_model: Any, vocab_size: int, ops: Ops) -> None:
         head = target_model.lm_head
         _refuse_quantised(head)
-        shard = getattr(head, "shard_indices", None)
+        shard = _shard_of(head, vocab_size)
         self._head = head
         self._ops = ops
         self._start = shard.org_vocab_start_index if shard is not None else 0
@@ -78,6 +78,19 @@ def _refuse_quantised(head: Any) -> None:
         "DFLASH drafts with a head of float32, float16 or bfloat16 only. Serve a checkpoint whose "
         "lm_head was left out of the quantisation, or serve without --speculative-algorithm DFLASH."
     )
+
+
+def _shard_of(head: Any, vocab_size: int) -> Any:
+    """Return this rank's part of the vocabulary; None for a head that every rank has whole."""
+    if isinstance(head, compat.VocabParallelEmbedding):
+        return head.shard_indices
+    if head.weight.shape[0] < vocab_size:
+        raise ValueError(
+            f"The target's lm_head ({type(head).__name__}) has {head.weight.shape[0]} rows for a "
+            f"vocabulary of {vocab_size} and does not say which. Serve this target without "
+            "--speculative-algorithm DFLASH, or without tensor parallelism."
+        )
+    return None
 
 
 def _multiply(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:

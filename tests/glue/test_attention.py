@@ -92,3 +92,23 @@ def test_a_mode_of_its_own_keeps_sglangs_kernel(install: Any) -> None:
 
 def test_another_backend_is_left_alone(install: Any) -> None:
     assert install(make_runner(SimpleNamespace(), GROUPED)) == "SimpleNamespace"
+
+
+def test_sliding_layers_with_a_pool_of_their_own_have_slots_of_their_own(install: Any) -> None:
+    """Without the mapping our kernel would read other requests' keys."""
+    pool = object.__new__(compat.SWAKVPool)
+    backend = make_backend(use_sliding_window_kv_pool=True, token_to_kv_pool=pool)
+    with pytest.raises(AttributeError, match="full_to_swa_index_mapping"):
+        install(make_runner(backend, GROUPED))
+    pool.full_to_swa_index_mapping = None
+    with pytest.raises(RuntimeError, match="has no full_to_swa_index_mapping"):
+        install(make_runner(backend, GROUPED))
+    pool.full_to_swa_index_mapping = slots = torch.arange(10)
+    install(make_runner(backend, GROUPED))
+    assert backend.forward_extend.__self__._window_slots() is slots
+
+
+def test_sliding_layers_in_a_shared_pool_need_no_slots_of_their_own(install: Any) -> None:
+    backend = make_backend(sliding_window_size=64, token_to_kv_pool=SimpleNamespace())
+    install(make_runner(backend, GROUPED))
+    assert backend.forward_extend.__self__._window_slots() is None

@@ -28,6 +28,26 @@ def test_contract_lists_what_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "c: sglang.srt.no_such_module.Thing is gone" in lines[2]
 
 
+def test_contract_lists_attributes_that_were_renamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read by getattr with a default, a new name would mean wrong slots in silence."""
+    pool = compat.Symbol(
+        "srt.mem_cache.swa_memory_pool",
+        "SWAKVPool",
+        # assigned, a method, neither
+        attributes=("full_to_swa_index_mapping", "register_mapping", "full_to_window_mapping"),
+    )
+    inherited = compat.Symbol(
+        "srt.layers.vocab_parallel_embedding",
+        "ParallelLMHead",
+        attributes=("shard_indices", "weight_loader", "shards"),
+    )
+    monkeypatch.setattr(compat, "SYMBOLS", {"a": pool, "b": inherited})
+    assert compat.broken() == [
+        "a: sglang.srt.mem_cache.swa_memory_pool.SWAKVPool lost full_to_window_mapping",
+        "b: sglang.srt.layers.vocab_parallel_embedding.ParallelLMHead lost shards",
+    ]
+
+
 def test_every_symbol_of_the_contract_is_used() -> None:
     """A symbol that nobody uses would pin SGLang for no reason."""
     text = "".join(
@@ -51,6 +71,7 @@ def test_every_symbol_of_the_contract_is_used() -> None:
         "gemma4_layer",
         "get_logits",
         "compute_lm_head",
+        "ShardIndices",
     }
     unused = [
         name

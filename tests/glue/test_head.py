@@ -1,4 +1,4 @@
-"""Which heads of a target a drafter can use."""
+"""Which heads of a target a drafter can use, and which part of the vocabulary they hold."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from sglang_dflash.glue import head
+from sglang_dflash.glue import compat, head
 from sglang_dflash.kernels import TORCH
 
 VOCAB, HIDDEN = 100, 16
@@ -16,6 +17,44 @@ VOCAB, HIDDEN = 100, 16
 
 def draft_head(lm_head: Any) -> head.DraftHead:
     return head.DraftHead(SimpleNamespace(lm_head=lm_head), VOCAB, TORCH)
+
+
+def parallel_head(monkeypatch: pytest.MonkeyPatch, *, rank: int, size: int) -> Any:
+    """Return SGLang's head as one of so many ranks has it."""
+    module = compat.VocabParallelEmbedding.__module__
+    parallel = SimpleNamespace(tp_rank=rank, tp_size=size, attn_tp_rank=rank, attn_tp_size=size)
+    monkeypatch.setattr(f"{module}.get_parallel", lambda: parallel)
+    group = SimpleNamespace(world_size=size)
+    monkeypatch.setitem(vars(compat), "get_tp_group", lambda: group)
+    return compat.VocabParallelEmbedding(VOCAB, HIDDEN, params_dtype=torch.float32)
+
+
+def test_a_tied_embedding_is_whole_on_every_rank() -> None:
+    """Gemma 4's head is a plain torch embedding."""
+    found = draft_head(nn.Embedding(VOCAB + 4, HIDDEN))
+    assert found.sees_all
+    assert found.used(found.room(3)).shape == (3, VOCAB)
+
+
+def test_a_parallel_head_says_which_tokens_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm_head = parallel_head(monkeypatch, rank=1, size=2)
+    found = draft_head(lm_head)
+    assert not found.sees_all
+    # 100 tokens are padded to 128, of which the second rank has 36 in use
+    assert (found._start, found._size) == (64, 36)
+
+
+def test_a_parallel_head_without_its_indices_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken for a whole vocabulary, a rank's part would give another token's number."""
+    lm_head = parallel_head(monkeypatch, rank=1, size=2)
+    del lm_head.shard_indices
+    with pytest.raises(AttributeError, match="shard_indices"):
+        draft_head(lm_head)
+
+
+def test_a_part_of_a_vocabulary_that_says_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(Linear\) has 50 rows for a vocabulary of 100"):
+        draft_head(nn.Linear(HIDDEN, VOCAB // 2, bias=False))
 
 
 @pytest.mark.parametrize(
