@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Serve a target with its DFlash drafter on a GPU, port 30000:
 #   launch/serve.sh TARGET DRAFTER [any server argument]
-# Each is a Hugging Face name or a local folder. PLAIN=1 serves the target without speculation;
+# Each is a Hugging Face name or a local folder. PLAIN=1 serves the target without speculation, and
+# SGLANG_DFLASH=off with SGLang's own DFLASH, both on the attention backends that SGLang picks;
 # DRY_RUN=1 prints the command and does not run it. The block size is the drafter's own unless you
 # pass --speculative-num-draft-tokens. The pair is checked before anything is loaded, memory included:
 # MEM_FRACTION is the share of the card for weights and KV, SWA_RATIO the sliding-window layers' pool
@@ -24,14 +25,16 @@ fi
 memory=(--mem-fraction-static "$fraction" --swa-full-tokens-ratio "${SWA_RATIO:-0.8}")
 # later arguments win, so each default can be overridden from the command line
 args=(
-  --model-path "$target" --attention-backend triton "${memory[@]}" --port 30000
+  --model-path "$target" "${memory[@]}" --port 30000
 )
 module=(sglang.launch_server)
 if [ "${PLAIN:-0}" != 1 ]; then
-  args+=(
-    --speculative-algorithm DFLASH --speculative-draft-model-path "$drafter"
-    --speculative-draft-attention-backend "${DRAFT_BACKEND:-fa4}"
-  )
+  args+=(--speculative-algorithm DFLASH --speculative-draft-model-path "$drafter")
+  if [ "${SGLANG_DFLASH:-on}" != off ]; then
+    args+=(
+      --attention-backend triton --speculative-draft-attention-backend "${DRAFT_BACKEND:-fa4}"
+    )
+  fi
   # the same server, behind a look at the pair
   module=(sglang_dflash serve)
 fi

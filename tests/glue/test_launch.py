@@ -75,7 +75,14 @@ def test_a_python_without_sglang_is_refused_in_one_sentence(
 def test_plain_leaves_speculation_out() -> None:
     shown = run("serve.sh", *PAIR, PLAIN="1")
     assert shown.returncode == 0
-    assert "speculative" not in shown.stdout
+    assert "speculative" not in shown.stdout and "attention-backend" not in shown.stdout
+
+
+def test_sglangs_own_dflash_picks_its_backends() -> None:
+    shown = run("serve.sh", *PAIR, SGLANG_DFLASH="off")
+    assert shown.returncode == 0
+    assert "--speculative-algorithm DFLASH" in shown.stdout
+    assert "attention-backend" not in shown.stdout
 
 
 @pytest.mark.parametrize(
