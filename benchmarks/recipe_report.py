@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from systems import SYSTEMS
+from systems import AGREEMENT, SYSTEMS, backends_text, is_unsteady, kind_of
 
 MEMORY = {
     "target_weights": "target",
@@ -15,9 +15,11 @@ MEMORY = {
 }
 LEGEND = (
     "Decode tokens/s by concurrent requests; for DFLASH at accept lengths {lengths}. ~ marks a "
-    "rate that follows from the step time measured at another length. Memory in GB as SGLang "
-    "reports it. A quotient with * compares servers of different calls; ! marks a batch that "
-    "did not fit and was served in parts."
+    "rate that follows from the step time measured at another length, ? one whose two best tries "
+    f"are more than {AGREEMENT:.0%} apart, ! a batch that did not fit and was served in parts. "
+    "Attention is what the server ran on; plain and in-tree were left to SGLang's choice unless "
+    "their name or the command says otherwise. Memory in GB as SGLang reports it. A start in "
+    "brackets was beside other servers. A quotient with * compares servers of different calls."
 )
 
 # a server's measurement, as recipes.py stores it
@@ -42,17 +44,18 @@ def step_ms(cell: Cell, requests: int) -> float | None:
 
 
 def rate_cell(cells: list[Cell], lengths: list[int], requests: int) -> str:
-    if cells[0]["system"] == "plain":
+    if kind_of(cells[0]["system"]) == "plain":
         step = step_ms(cells[0], requests)
-        return "" if step is None else f"{1000 * requests / step:.0f}{in_parts(cells, requests)}"
+        return "" if step is None else f"{1000 * requests / step:.0f}{marks(cells, requests)}"
     found = [rate_at(cells, length, requests) for length in lengths]
     shown = " / ".join("" if f is None else f"{f[0]:.0f}{'' if f[1] else '~'}" for f in found)
-    return shown + in_parts(cells, requests)
+    return shown + marks(cells, requests)
 
 
-def in_parts(cells: list[Cell], requests: int) -> str:
+def marks(cells: list[Cell], requests: int) -> str:
     points = [p for cell in cells for p in cell.get("points", ()) if p["requests"] == requests]
-    return "!" if any(p.get("together", requests) < requests for p in points) else ""
+    unsteady = "?" if any(map(is_unsteady, points)) else ""
+    return unsteady + ("!" if any(p.get("together", requests) < requests for p in points) else "")
 
 
 def quotient(cells: list[Cell], others: list[Cell], requests: int) -> str:
@@ -80,15 +83,25 @@ def report(cells: list[Cell], *, shown_lengths: list[int]) -> str:
     for cell in good:
         systems = rows.setdefault((cell["recipe"], cell["variant"]), {})
         systems.setdefault(cell["system"], []).append(cell)
-    heads = ["recipe", "variant", "system", "start, s", "answers OpenAI", *MEMORY.values()]
+    heads = [
+        "recipe",
+        "variant",
+        "system",
+        "attention",
+        "start, s",
+        "answers OpenAI",
+        *MEMORY.values(),
+    ]
     heads += ["KV tokens", *(f"tok/s at {n}" for n in requests)]
     heads += [f"ours / in-tree at {n}" for n in requests]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for (recipe, variant), systems in rows.items():
-        for system in sorted(systems, key=SYSTEMS.index):
+        for system in sorted(systems, key=lambda name: (SYSTEMS.index(kind_of(name)), name)):
             found = systems[system]
             first = max(found, key=lambda cell: cell["length"])
-            row = [recipe, variant, system, f"{first['start_s']:.0f}"]
+            started = f"{first['start_s']:.0f}"
+            row = [recipe, variant, system, backends_text(first.get("attention"))]
+            row += [f"({started})" if first.get("beside") else started]
             row += ["yes" if first["openai"]["completion_tokens"] else "no"]
             row += [memory_cell(first, part) for part in MEMORY]
             row += [str(first["memory_gb"]["kv_tokens"])]
@@ -106,7 +119,7 @@ def checks(rows: dict[tuple[str, str], dict[str, list[Cell]]], requests: list[in
     lines = []
     for (recipe, variant), systems in rows.items():
         for system, found in systems.items():
-            if system == "plain" or len(found) < 2:
+            if len(found) < 2:
                 continue
             base = max(found, key=lambda cell: cell["length"])
             for cell in found:

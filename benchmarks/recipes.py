@@ -4,8 +4,10 @@
 
 Each server is started by its recipe, with `--load-format dummy`, the folders of benchmarks/shapes
 and a tokenizer added and nothing else changed but what a variant says (fp8-kv: FP8 KV cache; fp8:
-FP8 target, its drafter left in bf16). It must answer an OpenAI client. Then decode speed is
-measured as in serving.py: the difference between two output lengths, so that prefill drops out.
+FP8 target, its drafter left in bf16). Plain decoding and SGLang's DFLASH run on the attention
+backends that SGLang picks. A server must answer an OpenAI client. Then decode speed is measured as
+in serving.py: the difference between two output lengths, so that prefill drops out.
+`--side-by-side` starts the servers of a recipe together and measures one after another.
 
 Acceptance is simulated at one length, 8 tokens a step. A step computes whole blocks whatever is
 accepted, and the context at a given output token is the same, so rates at other lengths follow from
@@ -25,16 +27,20 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import load
 import openai
 import requests
+import sharing
 import systems
 from recipe_report import reason_of, report
 from systems import ROOT, SYSTEMS
 
-from server import NO_ANSWER, START_TIMEOUT_S, ServerProcess
+from server import NO_ANSWER, START_TIMEOUT_S, ServerProcess, free_port
 from sglang_dflash.pairs import tiny_target
 
 LAUNCH = ROOT / "launch"
@@ -46,7 +52,7 @@ VARIANTS = {
     "fp8": ["--quantization", "fp8"],
 }
 # all of 4, 6 and 8 divide what lies between the first token and either end
-LENGTHS = (73, 313)
+LENGTHS = (73, 1033)
 FIRST_GUESS_S = 100.0
 
 
@@ -61,6 +67,10 @@ class Cell(NamedTuple):
     @property
     def key(self) -> str:
         return " | ".join([self.recipe, self.variant, self.system, str(self.length)])
+
+    def pair(self, options: argparse.Namespace) -> tuple[Path, Path]:
+        """Return the folders of the target's and the drafter's shapes."""
+        return options.shapes / self.recipe, options.shapes / f"{self.recipe}-draft"
 
 
 def known_recipes(shapes: Path) -> list[str]:
@@ -77,27 +87,42 @@ def plan(options: argparse.Namespace) -> list[Cell]:
         for recipe in options.recipes
         for variant in options.variants
         for system in options.systems
-        for length in ([0] if system == "plain" else lengths)
+        for length in ([0] if systems.kind_of(system) == "plain" else lengths)
     ]
 
 
-def serve(cell: Cell, options: argparse.Namespace) -> ServerProcess:
-    """Start a recipe on its shapes."""
+def tokens_needed(options: argparse.Namespace) -> int:
+    """Return the KV tokens in which the largest point runs."""
+    return sharing.pool_tokens(max(options.requests), options.context + options.lengths[1])
+
+
+def next_group(missing: list[Cell], options: argparse.Namespace) -> list[Cell]:
+    """Return the cells to serve at the same time: of one recipe and variant, as many as fit."""
+    first = missing[0]
+    several = sharing.at_once(options, *first.pair(options), tokens_needed(options))
+    return [cell for cell in missing[:several] if cell[:2] == first[:2]]
+
+
+def serve(cell: Cell, options: argparse.Namespace, *, beside: int = 0) -> ServerProcess:
+    """Start a recipe on its shapes, `beside` so many others."""
+    target, drafter = cell.pair(options)
     command = [str(LAUNCH / f"{cell.recipe}.sh"), "--load-format", "dummy"]
     command += ["--tokenizer-path", str(options.tokenizer_path), *VARIANTS[cell.variant]]
-    if cell.variant == "fp8" and cell.system != "plain":
+    if cell.variant == "fp8" and systems.kind_of(cell.system) != "plain":
         # without it SGLang quantises the drafter as well
         command += ["--speculative-draft-model-quantization", "unquant"]
+    command += systems.backend_args(cell.system, target, options.peer_attention_backend)
+    command += sharing.server_args(tokens_needed(options)) if beside else []
     command += options.server_args
-    if options.port != PORT:
-        command += ["--port", str(options.port)]
+    port = free_port() if beside else options.port
+    if port != PORT:
+        command += ["--port", str(port)]
     env = systems.switches(cell.system, cell.length) | {
-        "TARGET": str(options.shapes / cell.recipe),
-        "DRAFTER": str(options.shapes / f"{cell.recipe}-draft"),
-        "PLAIN": str(int(cell.system == "plain")),
+        "TARGET": str(target),
+        "DRAFTER": str(drafter),
         "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token",
     }
-    return ServerProcess(command, env=env, port=options.port)
+    return ServerProcess(command, env=env, port=port)
 
 
 def ask_openai(server: ServerProcess) -> dict[str, Any]:
@@ -113,45 +138,62 @@ def ask_openai(server: ServerProcess) -> dict[str, Any]:
     return {"completion_tokens": chat.usage.completion_tokens}
 
 
-def run_cell(cell: Cell, options: argparse.Namespace, *, timeout_s: float) -> dict[str, Any]:
-    """Start a server and measure it. Raise RuntimeError with the end of its log if it fails."""
-    ids = systems.prompt_ids(options.shapes / cell.recipe)
-    server = serve(cell, options)
+def measure(cell: Cell, server: ServerProcess, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure a server that answers. Raise RuntimeError with the end of its log if it fails."""
+    ids = load.prompt_ids(options.shapes / cell.recipe)
     try:
-        server.wait(timeout_s=timeout_s)
         found: dict[str, Any] = {"start_s": server.start_s, "openai": ask_openai(server)}
-        state = server.state()
+        info = server.info()
+        state = info["internal_states"][0]
         ours = state.get("sglang_dflash")
-        assert (ours is not None) == (cell.system == "ours"), f"{cell.key} is not what serves"
+        served = systems.kind_of(cell.system) == "ours"
+        assert (ours is not None) == served, f"{cell.key} is not what serves"
+        found["attention"] = systems.backends_in_use(info)
         found["memory_gb"] = systems.memory_by_part(state, server.log())
         if ours is not None:
             found["ours"] = {k: v for k, v in ours.items() if k not in ("acceptance", "drafter")}
-        found["points"] = []
+        found["lengths"], found["points"] = options.lengths, []
         for num_requests in options.requests:
-            rate, _, together = systems.decode_rate(
+            rate = load.decode_rate(
                 server,
                 num_requests,
                 options.context,
-                lengths=LENGTHS,
-                repeats=options.repeats,
+                lengths=options.lengths,
+                tries=options.tries,
                 ids=ids,
             )
-            step_ms = 1000 * num_requests * max(cell.length, 1) / rate
-            found["points"].append(
-                {
-                    "requests": num_requests,
-                    "together": together,
-                    "tokens_per_s": round(rate, 1),
-                    "step_ms": round(step_ms, 3),
-                }
-            )
+            step_ms = 1000 * num_requests * max(cell.length, 1) / rate.tokens_per_s
+            point = {"requests": num_requests, **rate.numbers(), "step_ms": round(step_ms, 3)}
+            found["points"].append(point)
         found["command"] = [systems.short_path(word) for word in server.command]
         return found
     except (requests.RequestException, openai.OpenAIError, AssertionError) as error:
         end = server.log()[-3000:]
         raise RuntimeError(f"{error}\n{end}") from error
-    finally:
+
+
+def run_group(
+    cells: list[Cell], options: argparse.Namespace, *, timeout_s: float
+) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    """Start the servers of all cells, measure one after another, and yield what came of each."""
+    beside = len(cells) - 1
+    starts = {cell: partial(serve, cell, options, beside=beside) for cell in cells}
+
+    def stop(cell: Cell, server: ServerProcess) -> None:
         systems.stop_server(server, options.logs, cell.key.replace(" | ", "_"))
+
+    for cell, server, failed in sharing.serve_all(starts, stop, timeout_s=timeout_s):
+        try:
+            if failed is not None:
+                raise failed
+            found = measure(cell, server, options)
+        except RuntimeError as error:
+            if NO_ANSWER in str(error) and timeout_s < START_TIMEOUT_S:
+                # the budget ended, not the server
+                continue
+            print(error, flush=True)
+            found = {"error": reason_of(str(error))}
+        yield cell, found | {"beside": beside}
 
 
 class Results:
@@ -166,7 +208,7 @@ class Results:
         if earlier:
             calls.append({name: earlier[name] for name in ("command", "commit", "gpu")})
         self._about = systems.provenance(options.commit, hidden=("--shapes", "--tokenizer-path"))
-        self._about |= {"context": options.context, "lengths": LENGTHS, "earlier_calls": calls}
+        self._about |= {"context": options.context, "earlier_calls": calls}
 
     def has(self, cell: Cell) -> bool:
         found = self.cells.get(cell.key)
@@ -198,23 +240,20 @@ def run(options: argparse.Namespace) -> tuple[Results, list[Cell]]:
     missing = [cell for cell in plan(options) if not results.has(cell)]
     began, longest = time.monotonic(), 0.0
     while missing:
-        cell = missing[0]
         left = options.budget_s - (time.monotonic() - began) if options.budget_s else float("inf")
         if left < (longest or FIRST_GUESS_S):
             break
         start = time.monotonic()
-        timeout_s = min(left, START_TIMEOUT_S)
-        try:
-            found = run_cell(cell, options, timeout_s=timeout_s)
-        except RuntimeError as error:
-            if NO_ANSWER in str(error) and timeout_s < START_TIMEOUT_S:
-                break
-            print(error, flush=True)
-            found = {"error": reason_of(str(error))}
+        group = next_group(missing, options)
+        done = []
+        for cell, found in run_group(group, options, timeout_s=min(left, START_TIMEOUT_S)):
+            results.add(cell, found)
+            done.append(cell)
+            print(f"{cell.key}, {time.monotonic() - start:.0f} s: {found}", flush=True)
         longest = max(longest, time.monotonic() - start)
-        results.add(cell, found)
-        missing.pop(0)
-        print(f"{cell.key}, {time.monotonic() - start:.0f} s: {found}", flush=True)
+        missing = [cell for cell in missing if cell not in done]
+        if len(done) < len(group):
+            break
     return results, missing
 
 
@@ -222,13 +261,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipes", nargs="+", help="names of scripts in launch/; default: all")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=["bf16"])
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", type=systems.system_name, default=list(SYSTEMS))
+    systems.add_backend_option(parser)
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--accept-length", type=int, default=8, help="simulated and measured")
     parser.add_argument("--verify-lengths", nargs="+", type=int, default=[], help="measured, too")
     parser.add_argument("--show-lengths", nargs="+", type=int, default=[4, 6, 8])
-    parser.add_argument("--repeats", type=int, default=2)
+    load.add_load_options(parser, lengths=LENGTHS)
+    sharing.add_options(parser)
     parser.add_argument("--shapes", type=Path, default=SHAPES)
     parser.add_argument("--tokenizer-path", type=Path, default=tiny_target())
     parser.add_argument("--port", type=int, default=PORT)
@@ -236,6 +277,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--retry", action="store_true", help="try what failed earlier again")
     systems.add_result_options(parser, picture=False)
     options, options.server_args = parser.parse_known_args(arguments)
+    load.check_load_options(parser, options)
     known = known_recipes(options.shapes)
     options.recipes = options.recipes or known
     unknown = sorted(set(options.recipes) - set(known))

@@ -9,6 +9,10 @@ OUT.md (the table) and OUT.png (rate over requests) after each system; the same 
 measures what is missing. `--picture OUT.json` draws the picture again. Arguments that this script
 does not know go to the servers. Without a GPU they are those of launch/cpu.sh.
 
+Plain decoding and SGLang's DFLASH run on the attention backends that SGLang picks. `in-tree-fa4`
+or `plain-triton` as a system names its target's; `--attention-backend` names that of all systems.
+Neither needs this project's package, so `--systems plain in-tree` measures another SGLang release.
+
 What overlap scheduling brings: `--systems ours-in-turn ours ours-plan-stream --trace`.
 """
 
@@ -24,10 +28,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import load
 import requests
 import systems
 import torch
-from systems import SAMPLING, SCHEDULED, SYSTEMS, decode_rate, draw_prompts, run_batch
+from load import SAMPLING, decode_rate, draw_prompts, run_batch
+from systems import SYSTEMS
 from trace_split import report, split
 
 from server import ServerProcess
@@ -37,21 +43,21 @@ PROFILED_STEPS = 10
 
 def serve(system: str, options: argparse.Namespace) -> ServerProcess:
     """Start one system's server."""
-    command = [sys.executable, "-m", "sglang.launch_server"]
-    command += ["--attention-backend", options.attention_backend, "--skip-server-warmup"]
-    if not torch.cuda.is_available():
+    on_gpu = torch.cuda.is_available()
+    command = [sys.executable, "-m", "sglang.launch_server", "--skip-server-warmup"]
+    if not on_gpu:
         command = [str(systems.ROOT / "launch" / "cpu.sh")]
     command += ["--port", str(options.port), "--model-path", options.model_path]
     command += ["--trust-remote-code", "--load-format", options.load_format]
     command += ["--skip-tokenizer-init"]
-    if system != "plain":
+    if systems.kind_of(system) != "plain":
         command += ["--speculative-algorithm", "DFLASH"]
         command += ["--speculative-draft-model-path", options.draft_model_path]
         command += ["--speculative-num-draft-tokens", str(options.block_size)]
-        if torch.cuda.is_available():
-            command += ["--speculative-draft-attention-backend", options.draft_backend]
-    env = {"PLAIN": str(int(system == "plain"))}
-    env |= systems.switches(system, options.simulate_accept_length)
+    if on_gpu:
+        forced = options.peer_attention_backend
+        command += systems.backend_args(system, options.model_path, forced)
+    env = systems.switches(system, options.simulate_accept_length)
     return ServerProcess([*command, *options.server_args], env=env, port=options.port)
 
 
@@ -63,21 +69,21 @@ def measure(
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Return the decode rate of one point, from the better of the tries at each length."""
-    rate, answers, together = decode_rate(
+    found = decode_rate(
         server,
         num_requests,
         context,
         sampling,
         lengths=options.lengths,
-        repeats=options.repeats,
+        tries=options.tries,
         ids=options.ids,
     )
+    rate, answers = found.tokens_per_s, found.answers
     point = {
         "requests": num_requests,
         "context": context,
         "sampling": sampling,
-        "together": together,
-        "tokens_per_s": round(rate, 1),
+        **found.numbers(),
         "ms_per_token": round(1000 * num_requests / rate, 3),
     }
     simulated = any(a["meta_info"].get("spec_verify_ct") for a in answers)
@@ -134,6 +140,7 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
     try:
         server.wait()
         print(f"{system}: ready after {server.start_s:.0f} s", flush=True)
+        attention = systems.backends_in_use(server.info())
         points: list[dict[str, Any]] = []
         splits: list[dict[str, Any]] = []
         for context in options.contexts:
@@ -152,9 +159,11 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
                         splits.append(profile(num_requests, context, options, keep=keep))
                     except (RuntimeError, requests.RequestException, SystemExit) as error:
                         print(f"no trace: {error}", flush=True)
-        found = {"start_s": server.start_s, "command": server.command[3:], "points": points}
-        if torch.cuda.is_available():
-            found["memory_gb"] = systems.memory_by_part(server.state(), server.log())
+        found = {"start_s": server.start_s, "command": server.command[3:], "attention": attention}
+        found["points"] = points
+        state = server.state()
+        if torch.cuda.is_available() and "memory_usage" in state:
+            found["memory_gb"] = systems.memory_by_part(state, server.log())
         return found | ({"gpu_time": splits} if splits else {})
     finally:
         systems.stop_server(server, options.logs, system)
@@ -182,29 +191,26 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model-path")
     parser.add_argument("--draft-model-path")
-    parser.add_argument(
-        "--systems", nargs="+", choices=[*SYSTEMS, *SCHEDULED], default=list(SYSTEMS)
-    )
+    parser.add_argument("--systems", nargs="+", type=systems.system_name, default=list(SYSTEMS))
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--contexts", nargs="+", type=int, default=[512])
     parser.add_argument("--sampling", nargs="+", choices=list(SAMPLING), default=["greedy"])
     parser.add_argument("--max-tokens", type=int, default=200_000, help="skip larger batches")
-    parser.add_argument("--lengths", nargs=2, type=int, default=[64, 320])
-    parser.add_argument("--repeats", type=int, default=2)
+    load.add_load_options(parser, lengths=(64, 320))
     parser.add_argument("--simulate-accept-length", type=float, default=0.0)
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--attention-backend", default="triton")
-    parser.add_argument("--draft-backend", default="fa4")
+    systems.add_backend_option(parser)
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--trace", action="store_true", help="split our step's GPU time, too")
     systems.add_result_options(parser, picture=True)
     options, options.server_args = parser.parse_known_args()
+    load.check_load_options(parser, options)
     if options.picture is None and not (options.model_path and options.draft_model_path):
         parser.error("--model-path and --draft-model-path are needed to measure")
     options.url = f"http://127.0.0.1:{options.port}"
     if options.picture is None:
-        options.ids = systems.prompt_ids(options.model_path)
+        options.ids = load.prompt_ids(options.model_path)
     return options
 
 
@@ -281,7 +287,8 @@ def table(results: dict[str, Any]) -> str:
         if compared:
             cells.append(ratio_cell(found))
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, *idle_shares(results)])
+    about = systems.backends_line(results)
+    return "\n".join([*lines, *(["", about] if about else []), *idle_shares(results)])
 
 
 def ratio_cell(found: dict[str, Any]) -> str:
@@ -292,6 +299,8 @@ def ratio_cell(found: dict[str, Any]) -> str:
 
 def rate_cell(point: dict[str, Any]) -> str:
     rate = f"{point['tokens_per_s']:.1f} ({point['step_ms']:.2f})"
+    if systems.is_unsteady(point):
+        rate += f", tries {point['spread']:.0%} apart"
     together = point.get("together", point["requests"])
     if together == point["requests"]:
         return rate

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the three systems, load on their servers, and results on disk.
+"""What the benchmarks share: the three systems, how each is started, and results on disk.
 
 A result file carries its command, commit, versions and GPU; a picture needs matplotlib.
 """
@@ -8,44 +8,130 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import random
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import requests
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "launch"))
 from server import SCHEDULES, ServerProcess  # noqa: E402
 
 SYSTEMS = ("plain", "in-tree", "ours")
+PEERS = ("plain", "in-tree")
 # ours with overlap scheduling off, and on with the plan stream
 SCHEDULED = {
     "ours-in-turn": SCHEDULES["in turn"],
     "ours-plan-stream": SCHEDULES["plan stream"],
 }
-SAMPLING = {
-    "greedy": {"temperature": 0.0},
-    "sampled": {"temperature": 1.0, "top_p": 0.95, "top_k": 64},
-}
-PROMPT_IDS = (1000, 50000)
-WARM_UP_TOKENS = 8
 PANELS_PER_ROW = 5
 KEPT_LOG = 2_000_000  # characters
+# ours at its best: its verify kernel runs inside SGLang's Triton backend
+OUR_TARGET_BACKEND, OUR_DRAFT_BACKEND = "triton", "fa4"
+# two runs of a point agree so far, or the table marks it
+AGREEMENT = 0.05
+
+
+def system_name(word: str) -> str:
+    """Return a system's name if it is one: `in-tree-fa4` is SGLang's DFLASH with its target on fa4,
+    `plain-triton` plain decoding on Triton."""
+    if word in SYSTEMS or word in SCHEDULED or peer_backend(word):
+        return word
+    known = ", ".join([*SYSTEMS, *SCHEDULED])
+    raise argparse.ArgumentTypeError(
+        f"{word!r} is none of {known}; plain-BACKEND and in-tree-BACKEND name a target's backend"
+    )
+
+
+def kind_of(system: str) -> str:
+    """Return which of the three a system is."""
+    return next(kind for kind in SYSTEMS if system == kind or system.startswith(f"{kind}-"))
+
+
+def peer_backend(system: str) -> str | None:
+    """Return the attention backend in the name of plain decoding or SGLang's DFLASH."""
+    for peer in PEERS:
+        if system.startswith(f"{peer}-"):
+            return system.removeprefix(f"{peer}-") or None
+    return None
+
+
+def add_backend_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--peer-attention-backend",
+        help="of the target in plain decoding and SGLang's DFLASH; default: what SGLang picks",
+    )
+
+
+def backend_args(system: str, target: str | Path, forced: str | None = None) -> list[str]:
+    """Return the attention backends that a server is started with.
+
+    Ours gets its best. Plain decoding and SGLang's DFLASH are started as a user would start them:
+    SGLang picks, unless the system's name or --peer-attention-backend (`forced`) says otherwise.
+    One choice is made for SGLang's DFLASH, in its favour: with Gemma 4 it would draft on Triton, as
+    its target does, and gets FA4 instead.
+    """
+    kind = kind_of(system)
+    if kind == "ours":
+        backend, draft = OUR_TARGET_BACKEND, OUR_DRAFT_BACKEND
+    else:
+        backend = peer_backend(system) or forced or ""
+        draft = OUR_DRAFT_BACKEND if kind == "in-tree" and is_gemma4(target) else ""
+    found = ["--attention-backend", backend] if backend else []
+    return found + (["--speculative-draft-attention-backend", draft] if draft else [])
+
+
+def is_gemma4(target: str | Path) -> bool:
+    """Tell a Gemma 4 target by its config, by its name where the config is not on this machine."""
+    architectures = read_config(target).get("architectures") or [Path(target).name]
+    return architectures[0].lower().replace("-", "").startswith("gemma4")
+
+
+def backends_in_use(info: dict[str, Any]) -> dict[str, str]:
+    """Return the attention backends that a server runs on, by its /server_info."""
+    base = info["attention_backend"]
+    found = {part: info.get(f"{part}_attention_backend") or base for part in ("prefill", "decode")}
+    if info.get("speculative_algorithm"):
+        found["draft"] = info.get("speculative_draft_attention_backend") or base
+    return found
+
+
+def backends_text(found: dict[str, str] | None) -> str:
+    """Return e.g. "fa3" or "triton, draft fa4"; "" where it was not recorded."""
+    if not found:
+        return ""
+    parts = list(dict.fromkeys([found["prefill"], found["decode"]]))
+    return " / ".join(parts) + (f", draft {found['draft']}" if "draft" in found else "")
+
+
+def backends_line(results: dict[str, Any]) -> str:
+    """Return the line under a table that says which attention backends each system ran on."""
+    shown = {name: backends_text(result.get("attention")) for name, result in results.items()}
+    told = "; ".join(f"{name} {text}" for name, text in shown.items() if text)
+    return f"Attention backends: {told}." if told else ""
+
+
+def read_config(model_path: Path | str) -> dict[str, Any]:
+    """Return a model's config, empty where its folder is not on this machine."""
+    path = Path(model_path) / "config.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def is_unsteady(point: dict[str, Any]) -> bool:
+    """Return whether two runs of a point disagree by more than a table can pass over."""
+    return (point.get("spread") or 0.0) > AGREEMENT
 
 
 def switches(system: str, simulate_accept_length: float = 0.0) -> dict[str, str]:
-    """Return the environment that makes a server one of the systems; plain needs nothing."""
-    if system == "plain":
-        return {}
-    found = {"SGLANG_DFLASH": "off" if system == "in-tree" else "on", **SCHEDULED.get(system, {})}
+    """Return the environment that makes a server one of the systems."""
+    kind = kind_of(system)
+    if kind == "plain":
+        return {"PLAIN": "1"}
+    switch = "off" if kind == "in-tree" else "on"
+    found = {"PLAIN": "0", "SGLANG_DFLASH": switch, **SCHEDULED.get(system, {})}
     if simulate_accept_length:
         found["SGLANG_SIMULATE_ACC_LEN"] = str(simulate_accept_length)
     return found
@@ -73,95 +159,6 @@ def memory_by_part(state: dict[str, Any], log: str) -> dict[str, Any]:
     if len(pools) > 1:
         found["draft_kv"] = round(float(pools[0]) - float(pools[1]), 2)
     return found
-
-
-def generate(url: str, ids: list[int], new_tokens: int, sampling: str) -> dict[str, Any]:
-    params = {**SAMPLING[sampling], "max_new_tokens": new_tokens, "ignore_eos": True}
-    body: dict[str, Any] = {"input_ids": ids, "sampling_params": params}
-    response = requests.post(f"{url}/generate", json=body, timeout=600)
-    response.raise_for_status()
-    return response.json()
-
-
-def prompt_ids(model_path: Path | str) -> tuple[int, int]:
-    """Return the range of token ids to draw prompts from: inside the model's vocabulary."""
-    path = Path(model_path) / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
-    low, high = PROMPT_IDS
-    vocabulary = config.get("text_config", config).get("vocab_size", high)
-    return min(low, vocabulary // 2), min(high, vocabulary)
-
-
-def draw_prompts(
-    num_requests: int, context: int, seed: object, ids: tuple[int, int] = PROMPT_IDS
-) -> list[list[int]]:
-    chance = random.Random(f"{seed} {num_requests} {context}")
-    return [[chance.randrange(*ids) for _ in range(context)] for _ in range(num_requests)]
-
-
-def run_batch(
-    url: str, prompts: list[list[int]], new_tokens: int, sampling: str
-) -> tuple[float, list[dict[str, Any]]]:
-    """Return how long a batch takes, all started together, and its answers."""
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        start = time.monotonic()
-        answers = list(pool.map(lambda ids: generate(url, ids, new_tokens, sampling), prompts))
-        return time.monotonic() - start, answers
-
-
-def ran_together(log: str) -> int:
-    """Return how many requests a server ran at once, by its log; none where some were put back."""
-    if "Retract requests" in log:
-        return 0
-    running = [int(n) for n in re.findall(r"Decode batch.* #running-req: (\d+)", log)]
-    joining = re.findall(r"Prefill batch, #new-seq: (\d+).* #running-req: (\d+)", log)
-    return max(running + [int(new) + int(before) for new, before in joining], default=0)
-
-
-class Rate(NamedTuple):
-    tokens_per_s: float
-    answers: list[dict[str, Any]]  # the last batch's
-    together: int  # of the requests, at once, in the batches that the rate comes from
-
-
-def decode_rate(
-    server: ServerProcess,
-    num_requests: int,
-    context: int,
-    sampling: str = "greedy",
-    *,
-    lengths: Iterable[int],
-    repeats: int,
-    ids: tuple[int, int] = PROMPT_IDS,
-) -> Rate:
-    """Measure tokens per second.
-
-    The rate is the difference between two output lengths, the better of the tries at each, so that
-    prefill and start drop out. A batch before them pays for what is compiled at its first use: in
-    the shorter batch it would make the rate too high.
-    """
-    short, long = lengths
-    first = draw_prompts(num_requests, context, "first", ids)
-    run_batch(server.url, first, WARM_UP_TOKENS, sampling)
-    seconds: dict[int, float] = {}
-    together: dict[int, int] = {}
-    answers: list[dict[str, Any]] = []
-    for length in (short, long):
-        tries = []
-        for repeat in range(repeats):
-            prompts = draw_prompts(num_requests, context, f"{repeat} {length}", ids)
-            before = len(server.log())
-            taken, answers = run_batch(server.url, prompts, length, sampling)
-            tries.append((taken, min(ran_together(server.log()[before:]), num_requests)))
-        seconds[length], together[length] = min(tries)
-    if seconds[long] <= seconds[short]:
-        raise RuntimeError(
-            f"{num_requests} requests of {context}: {long} tokens took {seconds[long]:.3f} s and "
-            f"{short} took {seconds[short]:.3f} s. Something else disturbs the machine; take "
-            "lengths that are further apart, or more repeats."
-        )
-    rate = num_requests * (long - short) / (seconds[long] - seconds[short])
-    return Rate(rate, answers, min(together.values()))
 
 
 def add_result_options(
@@ -203,14 +200,27 @@ def provenance(commit: str | None, *, hidden: Iterable[str] = ()) -> dict[str, A
 
 def gpu_name() -> str:
     """Return the card's name; torch would take memory on it to tell, which the servers need."""
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    import torch
+
+    return ask_card("name") or torch.cuda.get_device_name()
+
+
+def card_gib() -> float:
+    """Return the memory of the card."""
+    import torch
+
+    mib = ask_card("memory.total")
+    return float(mib) / 1024 if mib else torch.cuda.get_device_properties(0).total_memory / 2**30
+
+
+def ask_card(what: str) -> str | None:
+    """Return what nvidia-smi says of the first card, None where there is no nvidia-smi."""
+    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError):
         found = subprocess.run(query, capture_output=True, text=True)
         if found.returncode == 0 and found.stdout.strip():
             return found.stdout.splitlines()[0].strip()
-    import torch
-
-    return torch.cuda.get_device_name()
+    return None
 
 
 def short_path(word: str) -> str:
@@ -232,6 +242,10 @@ def recorded_command(hidden: Iterable[str] = ("--out", "--logs")) -> str:
     return " ".join(["python", *kept])
 
 
+def release(found: dict[str, Any]) -> str:
+    return f"SGLang {found['sglang']}"
+
+
 def write(
     found: dict[str, Any],
     out: Path,
@@ -241,7 +255,8 @@ def write(
     """Write OUT.json, OUT.md and, where matplotlib is at hand, OUT.png."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    about = f"`{found['command']}`, {found['gpu'] or 'no GPU'}, commit {found['commit']}"
+    about = f"`{found['command']}`, {found['gpu'] or 'no GPU'}, {release(found)}, commit "
+    about += f"{found['commit']}"
     out.with_suffix(".md").write_text(f"{about}\n\n{text}\n")
     if draw is None:
         return
@@ -276,7 +291,8 @@ def draw_rates(panels: Mapping[str, Mapping[str, Line]], found: dict[str, Any], 
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("decoded tokens per second")
     axes[0][0].legend()
-    figure.suptitle(f"{found['gpu'] or 'no GPU'}, commit {str(found['commit'])[:8]}", fontsize=9)
+    about = [found["gpu"] or "no GPU", release(found), f"commit {str(found['commit'])[:8]}"]
+    figure.suptitle(", ".join(about), fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

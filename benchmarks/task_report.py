@@ -153,9 +153,10 @@ def grid(
 
 def speed(system: str, here: dict[str, dict[str, Any]]) -> str:
     rate = here[system]["tokens_per_s"]
+    shown = f"{rate:.1f}{'?' if systems.is_unsteady(here[system]) else ''}"
     if system == "plain" or "plain" not in here or not here["plain"]["tokens_per_s"]:
-        return f"{rate:.1f}"
-    return f"{rate:.1f} ({rate / here['plain']['tokens_per_s']:.2f}x)"
+        return shown
+    return f"{shown} ({rate / here['plain']['tokens_per_s']:.2f}x)"
 
 
 def accept_length(system: str, here: dict[str, dict[str, Any]]) -> str:
@@ -185,6 +186,9 @@ def tables(results: dict[str, Any]) -> str:
     names = list(results)
     measured = [point for result in results.values() for point in result["points"]]
     found = [f"{name} failed: {r['error']}" for name, r in results.items() if "error" in r]
+    found.append(systems.backends_line(results))
+    if any(map(systems.is_unsteady, measured)):
+        found.append(f"? marks a rate whose rounds are more than {systems.AGREEMENT:.0%} apart.")
     for temperature in dict.fromkeys(point["temperature"] for point in measured):
         points = points_at(results, temperature)
         at = f"temperature {temperature:g}"

@@ -4,16 +4,19 @@
 
 DIR holds one TASK.jsonl per task, a question per line: `id`, `prompt` or `turns` (each turn is
 asked with the answers before it in the chat), and `reference` where there is one. Plain decoding,
-SGLang's DFLASH and ours serve one after another, each alone, and get the same requests through the
-OpenAI chat endpoint. Tokens per second are all output tokens over the time from the first question
-to the last answer. Accept length is all tokens of verify steps over all verify steps: the token
-that comes from the prompt is no step's. Greedy answers are compared token by token with plain
-decoding's at the same concurrency; a later turn only where the earlier ones are equal, since
-otherwise the chats differ.
+SGLang's DFLASH and ours get the same requests through the OpenAI chat endpoint, one system after
+another; the first two run on the attention backends that SGLang picks.
+
+A point is asked in rounds. Tokens per second are all output tokens over the time from the first
+question of a round to its last answer; the table marks a point whose rounds disagree. Accept length
+is all tokens of verify steps over all verify steps: the token that comes from the prompt is no
+step's. Greedy answers are compared token by token with plain decoding's at the same concurrency; a
+later turn only where the earlier ones are equal, since otherwise the chats differ.
 
 Without a GPU launch/cpu.sh serves, the embedded pair unless another is named. Writes OUT.json
 (command, commit, versions, GPU), OUT.md (tables) and OUT.png after every point, so that a run that
-is cut short loses nothing. Arguments that this script does not know go to the servers.
+is cut short loses nothing. `--side-by-side` starts the systems' servers together, which saves time.
+Arguments that this script does not know go to the servers.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import openai
 import requests
+import sharing
 import systems
 import torch
 from systems import ROOT, SYSTEMS
@@ -42,6 +47,7 @@ from sglang_dflash.train.prompts import sha256
 TASKS = ("gsm8k", "math500", "humaneval", "mbpp", "mtbench")
 REQUEST_TIMEOUT_S = 1800
 WARM_UP_TOKENS = 32
+PROMPT_TOKENS = 1024  # room for a question in the KV pool of a server beside others
 
 # one point of the measurement: task, concurrency, temperature
 Point = tuple[str, int, float]
@@ -68,18 +74,20 @@ def read_questions(folder: Path, task: str, limit: int) -> list[Question]:
     return questions[: limit or None]
 
 
-def serve(system: str, options: argparse.Namespace) -> ServerProcess:
-    """Start one system's server by the script that a user would start it with."""
+def serve(system: str, options: argparse.Namespace, neighbourly: list[str]) -> ServerProcess:
+    """Start one system's server by the script that a user would start it with; `neighbourly` are
+    the arguments with which it leaves room to others."""
     port = free_port()
     if torch.cuda.is_available():
         command = [str(ROOT / "launch" / "serve.sh"), options.model_path, options.draft_model_path]
+        forced = options.peer_attention_backend
+        command += systems.backend_args(system, options.model_path, forced)
     else:
         command = [str(ROOT / "launch" / "cpu.sh"), "--model-path", options.model_path]
-        if system != "plain":
+        if systems.kind_of(system) != "plain":
             command += ["--speculative-draft-model-path", options.draft_model_path]
-    command += [*options.server_args, "--port", str(port)]
-    env = {"PLAIN": str(int(system == "plain"))}
-    return ServerProcess(command, env=systems.switches(system) | env, port=port)
+    command += [*neighbourly, *options.server_args, "--port", str(port)]
+    return ServerProcess(command, env=systems.switches(system), port=port)
 
 
 def ask(
@@ -128,7 +136,8 @@ def ask_all(
 ) -> tuple[float, list[Answer], list[str]]:
     """Keep as many questions in flight as the point says; return the time, answers and failures.
 
-    After --seconds-per-point no further question is begun; those in flight are answered.
+    After a round's share of --seconds-per-point no further question is begun; those in flight are
+    answered.
     """
     _, concurrency, temperature = point
     failures: list[str] = []
@@ -136,9 +145,10 @@ def ask_all(
         base_url=f"{server.url}/v1", api_key="none", timeout=REQUEST_TIMEOUT_S, max_retries=0
     )
     start = time.monotonic()
+    seconds = options.seconds_per_point / options.rounds
 
     def one(question: Question) -> list[Answer]:
-        if options.seconds_per_point and time.monotonic() - start > options.seconds_per_point:
+        if seconds and time.monotonic() - start > seconds:
             return []
         try:
             return ask(
@@ -172,19 +182,49 @@ def meter(server: ServerProcess) -> dict[str, int] | None:
     return {name: ours["acceptance"][name] for name in ("verify_steps", "committed_tokens")}
 
 
+class Round(NamedTuple):
+    seconds: float
+    answers: list[Answer]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+
+def rate_of(rounds: list[Round]) -> dict[str, Any]:
+    """Return the rate over all rounds, and how far apart they are, as a share of the slowest."""
+    tokens, seconds = sum(r.tokens for r in rounds), sum(r.seconds for r in rounds)
+    rates = sorted(r.tokens / r.seconds for r in rounds)
+    known = len(rates) > 1 and rates[0] > 0
+    return {
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "spread": round(rates[-1] / rates[0] - 1, 4) if known else None,
+    }
+
+
 def measure(
     server: ServerProcess, questions: list[Question], point: Point, options: argparse.Namespace
 ) -> tuple[dict[str, Any], list[Answer]]:
-    """Return one point's numbers and its answers."""
-    server.flush_cache()
+    """Return one point's numbers and its answers.
+
+    Time and acceptance are those of all rounds, answers those of the first.
+    """
     before = meter(server)
-    seconds, answers, failures = ask_all(server, questions, point, options)
+    rounds, failures = [], []
+    for _ in range(options.rounds):
+        server.flush_cache()
+        seconds, answers, failed = ask_all(server, questions, point, options)
+        rounds.append(Round(seconds, answers))
+        failures += failed
     after = meter(server)
-    tokens = sum(len(answer.token_ids) for answer in answers)
-    steps = sum(answer.verify_steps for answer in answers)
-    committed = sum(len(answer.token_ids) - 1 for answer in answers if answer.verify_steps)
-    histogram = [0] * max((len(answer.histogram) for answer in answers), default=0)
-    for answer in answers:
+    answers = rounds[0].answers
+    everything = [answer for one in rounds for answer in one.answers]
+    steps = sum(answer.verify_steps for answer in everything)
+    committed = sum(len(answer.token_ids) - 1 for answer in everything if answer.verify_steps)
+    histogram = [0] * max((len(answer.histogram) for answer in everything), default=0)
+    for answer in everything:
         for accepted, count in enumerate(answer.histogram):
             histogram[accepted] += count
     task, concurrency, temperature = point
@@ -201,9 +241,7 @@ def measure(
         "cut_at_max_tokens": sum(answer.is_cut for answer in answers),
         "failed": failures,
         "right": f"{sum(judged)} of {len(judged)}" if judged else None,
-        "tokens": tokens,
-        "seconds": round(seconds, 3),
-        "tokens_per_s": round(tokens / seconds, 1),
+        **rate_of(rounds),
     }
     if steps:
         found |= {
@@ -236,31 +274,57 @@ class Run:
         self._about = systems.provenance(options.commit, hidden=("--data",))
         self._pair = describe_pair(options.model_path, options.draft_model_path)
 
-    def run_system(self, system: str) -> None:
-        result = self.results[system] = {"points": []}
-        server = serve(system, self.options)
-        try:
-            result["start_s"] = server.wait().start_s
-            result["command"] = [systems.short_path(word) for word in server.command]
-            print(f"{system}: ready after {result['start_s']:.0f} s", flush=True)
-            self._warm_up(server)
-            for point in self.points:
-                found, answers = measure(server, self.questions[point[0]], point, self.options)
-                self._answers[system, point] = answers
-                result["points"].append(found | self._compare(system, point))
-                print(f"{system}: {result['points'][-1]}", flush=True)
-                self.write(picture=False)
-        except (RuntimeError, requests.RequestException) as error:
-            print(f"{system}: {error}", flush=True)
-            result["error"] = str(error)[-2000:]
-        finally:
-            systems.stop_server(server, self.options.logs, system)
+    def run(self) -> None:
+        """Measure all systems, as many servers at once as --side-by-side allows."""
+        options, pair = self.options, (self.options.model_path, self.options.draft_model_path)
+        several = sharing.at_once(options, *pair, self._tokens_needed())
+        for first in range(0, len(options.systems), several):
+            self._run_group(options.systems[first : first + several])
+
+    def _run_group(self, names: list[str]) -> None:
+        neighbourly = sharing.server_args(self._tokens_needed()) if len(names) > 1 else []
+        starts = {name: partial(serve, name, self.options, neighbourly) for name in names}
+
+        def stop(name: str, server: ServerProcess) -> None:
+            systems.stop_server(server, self.options.logs, name)
+
+        for name, server, failed in sharing.serve_all(starts, stop):
+            result = self.results[name] = {"points": [], "beside": len(names) - 1}
+            try:
+                if failed is not None:
+                    raise failed
+                self._run_system(name, server, result)
+            except (RuntimeError, requests.RequestException) as error:
+                print(f"{name}: {error}", flush=True)
+                result["error"] = str(error)[-2000:]
+
+    def _run_system(self, system: str, server: ServerProcess, result: dict[str, Any]) -> None:
+        result["start_s"] = server.start_s
+        result["command"] = [systems.short_path(word) for word in server.command]
+        result["attention"] = systems.backends_in_use(server.info())
+        print(f"{system}: ready after {server.start_s:.0f} s", flush=True)
+        self._warm_up(server)
+        for point in self.points:
+            found, answers = measure(server, self.questions[point[0]], point, self.options)
+            self._answers[system, point] = answers
+            result["points"].append(found | self._compare(system, point))
+            print(f"{system}: {result['points'][-1]}", flush=True)
+            self.write(picture=False)
+
+    def _tokens_needed(self) -> int:
+        """Return the KV tokens in which the most concurrent chats run at their longest."""
+        turns = max((len(q.turns) for found in self.questions.values() for q in found), default=1)
+        longest = turns * (PROMPT_TOKENS + self.options.max_tokens)
+        config = systems.read_config(self.options.model_path)
+        limit = config.get("text_config", config).get("max_position_embeddings", longest)
+        return sharing.pool_tokens(max(self.options.concurrency), min(longest, limit))
 
     def _warm_up(self, server: ServerProcess) -> None:
         first = [questions[0] for questions in self.questions.values() if questions]
         short = argparse.Namespace(**vars(self.options))
         short.max_tokens, short.seconds_per_point = WARM_UP_TOKENS, 0
-        ask_all(server, first, ("warm-up", len(first), 0.0), short)
+        for temperature in self.options.temperature:
+            ask_all(server, first, ("warm-up", len(first), temperature), short)
 
     def _compare(self, system: str, point: Point) -> dict[str, Any]:
         """Compare with plain decoding at the same point; plain itself with the least concurrency
@@ -293,16 +357,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft-model-path", default=str(tiny_drafter()))
     # SGLang's DFLASH does not run on a CPU
     known = SYSTEMS if on_gpu else ("plain", "ours")
-    parser.add_argument("--systems", nargs="+", choices=known, default=list(known))
+    parser.add_argument("--systems", nargs="+", type=systems.system_name, default=list(known))
+    systems.add_backend_option(parser)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--limit", type=int, default=0, help="questions per task; 0: all")
-    parser.add_argument("--seconds-per-point", type=float, default=0.0, help="0: no limit")
+    parser.add_argument("--seconds-per-point", type=float, default=60.0, help="0: no limit")
+    parser.add_argument("--rounds", type=int, default=2, help="of each point")
     parser.add_argument("--max-tokens", type=int, default=4096)
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0])
     parser.add_argument("--thinking", action="store_true", help="let the chat template ask for it")
+    sharing.add_options(parser)
     systems.add_result_options(parser, picture=True)
     options, options.server_args = parser.parse_known_args(arguments)
+    strange = [s for s in options.systems if systems.kind_of(s) not in known]
+    if strange:
+        parser.error(f"--systems {' '.join(strange)}: SGLang's DFLASH does not run on a CPU")
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: needs at least 1")
     if options.picture is None and options.data is None:
         parser.error("--data is needed: a folder with a TASK.jsonl for each of --tasks")
     return options
@@ -314,8 +386,7 @@ def main() -> None:
         draw(json.loads(options.picture.read_text()), options.picture.with_suffix(".png"))
         return
     run = Run(options)
-    for system in options.systems:
-        run.run_system(system)
+    run.run()
     print(tables(run.results))
     run.write(picture=True)
     failed = [name for name, result in run.results.items() if "error" in result]

@@ -115,7 +115,7 @@ class ServerProcess:
         return read.decode(errors="replace").replace("\r", "\n")
 
     def info(self) -> dict[str, Any]:
-        """Return /server_info."""
+        """Return /server_info: the arguments as SGLang resolved them, and the scheduler's state."""
         response = requests.get(f"{self.url}/server_info", timeout=60)
         response.raise_for_status()
         return response.json()

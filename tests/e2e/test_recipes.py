@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
 }
 ON_CPU = "--device cpu --attention-backend torch_native --dtype float32 --disable-cuda-graph"
+ON_CPU += " --speculative-draft-attention-backend torch_native"
 ON_CPU += " --disable-overlap-schedule --skip-server-warmup --max-total-tokens 4096"
 
 
@@ -49,10 +51,10 @@ def test_a_recipe_starts_answers_and_is_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shrink(tmp_path)
-    monkeypatch.setenv("DRAFT_BACKEND", "torch_native")
     out = tmp_path / "out"
     arguments = ["--recipes", RECIPE, "--systems", "ours", "--shapes", str(tmp_path)]
-    arguments += ["--requests", "1", "2", "--context", "32", "--repeats", "1"]
+    arguments += ["--requests", "1", "2", "--context", "32", "--tries", "1", "2"]
+    arguments += ["--lengths", "73", "313"]
     arguments += ["--port", str(free_port()), "--out", str(out), *ON_CPU.split()]
     results, missing = recipes.run(recipes.parse(arguments))
     assert missing == []
@@ -62,6 +64,7 @@ def test_a_recipe_starts_answers_and_is_measured_once(
     assert cell["openai"]["completion_tokens"] >= 1
     assert cell["memory_gb"]["kv_tokens"] == 4096
     assert {"target_weights", "draft_weights", "target_kv", "draft_kv"} <= set(cell["memory_gb"])
+    assert set(cell["attention"].values()) == {"torch_native"}
     assert cell["ours"]["simulated_accept_length"] == 8
     for point in cell["points"]:
         # eight tokens a step, by construction
@@ -69,9 +72,12 @@ def test_a_recipe_starts_answers_and_is_measured_once(
         assert point["tokens_per_s"] == pytest.approx(
             8 * point["requests"] * steps_per_s, rel=0.01, abs=0.2
         )
-    row = out.with_suffix(".md").read_text().splitlines()[6]
+        assert point["spread"] is not None
+    text = out.with_suffix(".md").read_text()
+    assert f"SGLang {version('sglang')}" in text.splitlines()[0]
+    row = text.splitlines()[6]
     assert row.startswith(f"| {RECIPE} | bf16 | ours | ") and "~ / " in row
 
-    monkeypatch.setattr(recipes, "run_cell", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(recipes, "run_group", lambda *_, **__: pytest.fail("measured again"))
     again, _ = recipes.run(recipes.parse(arguments))
     assert again.cells == results.cells

@@ -40,6 +40,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{task}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     arguments = ["--data", str(folder), "--tasks", *TASKS, "--concurrency", "1", "2"]
     arguments += ["--max-tokens", "40", "--out", str(folder / "out"), "--context-length", "512"]
+    arguments += ["--side-by-side"]
     ran = subprocess.run(
         [sys.executable, "benchmarks/tasks.py", *arguments],
         cwd=ROOT,
@@ -66,6 +67,8 @@ def test_every_question_is_answered_at_every_concurrency(found: dict[str, Any]) 
             for requests in (1, 2)
         ]
         assert all(p["tokens_per_s"] > 0 and not p["failed"] for p in result["points"])
+        # two rounds, which agree or are marked
+        assert all(p["spread"] is not None for p in result["points"])
 
 
 def test_every_answer_equals_plain_decoding(found: dict[str, Any]) -> None:
@@ -87,6 +90,8 @@ def test_accept_length_is_what_the_server_counted(found: dict[str, Any]) -> None
 def test_the_result_says_where_it_comes_from(found: dict[str, Any], out: Path) -> None:
     assert found["command"].startswith("python benchmarks/tasks.py --tasks gsm8k mtbench")
     assert found["sglang"] and found["torch"]
+    assert "; ours torch_native, draft torch_native." in out.with_suffix(".md").read_text()
+    assert all(result["beside"] == 1 for result in found["results"].values())
     tiny = "sglang_dflash/pairs/tiny"
     weights = (tiny_drafter() / "model.safetensors").read_bytes()
     assert found["pair"] == {
@@ -99,7 +104,7 @@ def test_the_result_says_where_it_comes_from(found: dict[str, Any], out: Path) -
 
 def test_the_table_has_a_row_per_task_and_a_speed_up(out: Path) -> None:
     text = out.with_suffix(".md").read_text()
-    speed = text.split("\n\n")[2].splitlines()
+    speed = text.split("Tokens/s")[1].split("\n\n")[1].splitlines()
     assert speed[0] == "| task | plain, 1 | ours, 1 | plain, 2 | ours, 2 |"
     assert [row.split(" | ")[0] for row in speed[2:]] == ["| GSM8K", "| MT-Bench"]
     assert all(row.count("x)") == 2 for row in speed[2:])

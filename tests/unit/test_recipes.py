@@ -63,15 +63,7 @@ def test_failures_are_kept_and_a_spent_budget_leaves_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later call goes on where the budget ended."""
-    started = []
-
-    def run_cell(cell: recipes.Cell, *_: Any, **__: Any) -> dict[str, Any]:
-        started.append(cell.system)
-        if cell.system == "in-tree":
-            raise RuntimeError("server ended:\nValueError: no such backend\nbye")
-        return {k: v for k, v in measured(10.0).items() if k not in ("recipe", "variant", "call")}
-
-    monkeypatch.setattr(recipes, "run_cell", run_cell)
+    started = serve_nothing(monkeypatch)
     arguments = ["--recipes", "qwen3-4b", "--out", str(tmp_path / "r")]
     _, missing = recipes.run(recipes.parse([*arguments, "--budget-s", "1"]))
     assert len(missing) == 3 and started == []
@@ -85,6 +77,70 @@ def test_failures_are_kept_and_a_spent_budget_leaves_the_rest(
     assert started[3:] == ["in-tree"]
     found = json.loads((tmp_path / "r.json").read_text())
     assert len(found["earlier_calls"]) == 1 and len(found["cells"]) == 3
+
+
+class Nothing:
+    """In place of a server; SGLang's DFLASH does not start."""
+
+    start_s = 1.0
+
+    def __init__(self, system: str) -> None:
+        self._system = system
+
+    def wait(self, *, timeout_s: float) -> None:
+        if self._system == "in-tree":
+            raise RuntimeError("server ended:\nValueError: no such backend\nbye")
+
+    def stop(self) -> None:
+        pass
+
+
+def serve_nothing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the systems that will have been started, "+" before those beside another."""
+    started: list[str] = []
+
+    def serve(cell: recipes.Cell, _: Any, *, beside: int) -> Nothing:
+        started.append(f"{'+' * bool(beside)}{cell.system}")
+        return Nothing(cell.system)
+
+    def measure(*_: Any) -> dict[str, Any]:
+        return {k: v for k, v in measured(10.0).items() if k not in ("recipe", "variant", "call")}
+
+    monkeypatch.setattr(recipes, "serve", serve)
+    monkeypatch.setattr(recipes, "measure", measure)
+    return started
+
+
+@pytest.mark.parametrize(
+    ("at_once", "started"),
+    [
+        ("3", ["+plain", "+in-tree", "+ours"] * 2),
+        ("2", ["+plain", "+in-tree", "ours"] * 2),
+    ],
+)
+def test_servers_of_one_recipe_start_side_by_side(
+    monkeypatch: pytest.MonkeyPatch, at_once: str, started: list[str]
+) -> None:
+    seen = serve_nothing(monkeypatch)
+    arguments = ["--recipes", "qwen3-4b", "qwen3-8b", "--side-by-side", "--at-once", at_once]
+    results, missing = recipes.run(recipes.parse(arguments))
+    assert seen == started and missing == []
+    beside = results.cells["qwen3-8b | bf16 | plain | 0"]["beside"]
+    assert beside == int(at_once) - 1
+    assert "| plain |  | (71) | yes |" in results.text()
+
+
+def test_the_pool_holds_the_largest_point() -> None:
+    options = recipes.parse(["--requests", "1", "32", "--context", "512", "--lengths", "73", "553"])
+    assert recipes.tokens_needed(options) >= 32 * (512 + 553)
+
+
+def test_the_table_names_backends_and_marks_rates_that_did_not_settle() -> None:
+    cell = measured(10.0, system="plain", length=0)
+    cell["attention"] = {"prefill": "fa3", "decode": "fa3"}
+    cell["points"][0] |= {"spread": 0.09, "together": 1}
+    text = report([cell], shown_lengths=[8])
+    assert "| plain | fa3 | 71 | yes |" in text and "| 200?! |" in text
 
 
 def test_the_table_marks_what_is_derived_and_what_is_not_one_call() -> None:

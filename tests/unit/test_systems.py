@@ -1,12 +1,18 @@
-"""How a decode rate comes out of two batches, and prompts out of a vocabulary."""
+"""How systems are started, and how a decode rate comes out of two batches."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import load
 import pytest
 import serving
+import sharing
 import systems
 
 
@@ -25,10 +31,10 @@ class Served:
 
 def test_the_log_tells_how_many_ran_together() -> None:
     prefill = "Prefill batch, #new-seq: 2, #new-token: 8, #running-req: 30, #queue-req: 0\n"
-    assert systems.ran_together(prefill) == 32
-    assert systems.ran_together(prefill + "Decode batch, #running-req: 33, #full token: 1\n") == 33
+    assert load.ran_together(prefill) == 32
+    assert load.ran_together(prefill + "Decode batch, #running-req: 33, #full token: 1\n") == 33
     full = "KV cache pool is full. Retract requests. #retracted_reqs: 1\n"
-    assert systems.ran_together(prefill + full) == 0
+    assert load.ran_together(prefill + full) == 0
 
 
 def test_a_batch_that_did_not_run_together_is_marked() -> None:
@@ -40,36 +46,82 @@ def test_a_batch_that_did_not_run_together_is_marked() -> None:
 
 def test_a_rate_is_the_difference_between_two_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill, start and a slow first batch drop out; the better try of each length counts."""
-    slow = iter([9.0, 0.5, 0.0, 0.0, 0.7])
+    slow = iter([9.0, 0.5, 0.0, 0.0, 0.7])  # then short, long, short, long
 
     def run_batch(_url: str, prompts: list, new_tokens: int, _sampling: str) -> tuple[float, list]:
         assert len(prompts) == 4 and all(len(ids) == 10 for ids in prompts)
         return 1.0 + new_tokens * 0.01 + next(slow), []
 
-    monkeypatch.setattr(systems, "run_batch", run_batch)
-    # the slower tries had one request waiting; so had, of the better ones, the last
-    found = systems.decode_rate(Served([2, 4, 3, 2]), 4, 10, lengths=(8, 108), repeats=2)
+    monkeypatch.setattr(load, "run_batch", run_batch)
+    # the slower tries had two requests waiting, the better one of the longer batches had one
+    found = load.decode_rate(Served([2, 3, 4, 2]), 4, 10, lengths=(8, 108), tries=(2, 2))
     assert found.tokens_per_s == pytest.approx(400)
     assert found.together == 3
+    # 1.0 s between the fastest batches, 1.2 s between the others
+    assert found.numbers()["spread"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("longer", "tries", "spread"),
+    [
+        ([3.0, 3.0], 2, 0.0),
+        ([3.0, 4.0, 3.04], 3, 0.02),
+        ([3.0, 4.0, 4.0], 3, 0.5),
+        ([1.5, 1.5, 1.5], 3, 0.0),
+    ],
+    ids=["agree", "the third agrees", "never agree", "too short for two"],
+)
+def test_tries_go_on_until_two_agree(
+    monkeypatch: pytest.MonkeyPatch, longer: list[float], tries: int, spread: float
+) -> None:
+    monkeypatch.setattr(load, "SECONDS_PER_RATE", 4.0)
+    seconds = iter([0.0, *(taken for long in longer for taken in (1.0, long)), 0.0])
+    monkeypatch.setattr(load, "run_batch", lambda *_: (next(seconds), []))
+    found = load.decode_rate(Served([1] * 6), 1, 10, lengths=(8, 108), tries=(2, 3))
+    assert found.spread == pytest.approx(spread)
+    assert len(list(seconds)) == 1 + 2 * (len(longer) - tries)
+
+
+def test_one_try_has_no_spread_and_is_not_marked() -> None:
+    assert load.spread_of([1.0], [2.0]) is None
+    assert not systems.is_unsteady({"spread": None}) and not systems.is_unsteady({})
+    assert systems.is_unsteady({"spread": 0.051}) and not systems.is_unsteady({"spread": 0.05})
+
+
+@pytest.mark.parametrize("wrong", [["--lengths", "313", "73"], ["--tries", "3", "2"]])
+def test_numbers_that_do_not_rise_are_refused(
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    load.add_load_options(parser, lengths=(64, 320))
+    with pytest.raises(SystemExit):
+        load.check_load_options(parser, parser.parse_args(wrong))
+    assert " ".join(wrong) in capsys.readouterr().err
 
 
 def test_noise_is_not_called_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(systems, "run_batch", lambda *_: (1.0, []))
+    monkeypatch.setattr(load, "run_batch", lambda *_: (1.0, []))
     with pytest.raises(RuntimeError, match="take lengths that are further apart"):
-        systems.decode_rate(Served([1] * 4), 1, 10, lengths=(8, 108), repeats=2)
+        load.decode_rate(Served([1] * 4), 1, 10, lengths=(8, 108), tries=(2, 2))
 
 
 def test_prompts_stay_inside_the_vocabulary(tmp_path: Path) -> None:
-    assert systems.prompt_ids("some/name") == systems.PROMPT_IDS
+    assert load.prompt_ids("some/name") == load.PROMPT_IDS
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 500}}))
-    assert systems.prompt_ids(tmp_path) == (250, 500)
+    assert load.prompt_ids(tmp_path) == (250, 500)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 262_144}))
-    assert systems.prompt_ids(tmp_path) == systems.PROMPT_IDS
+    assert load.prompt_ids(tmp_path) == load.PROMPT_IDS
 
 
 def test_each_system_has_the_switches_that_make_it():
-    assert systems.switches("plain", 8) == {}
-    assert systems.switches("in-tree", 8)["SGLANG_DFLASH"] == "off"
+    for name in ("plain", "plain-triton"):
+        assert systems.switches(name, 8) == {"PLAIN": "1"}
+    for name in ("in-tree", "in-tree-fa4"):
+        assert systems.switches(name, 8) == {
+            "PLAIN": "0",
+            "SGLANG_DFLASH": "off",
+            "SGLANG_SIMULATE_ACC_LEN": "8",
+        }
     for name in ("ours", *systems.SCHEDULED):
         assert systems.switches(name)["SGLANG_DFLASH"] == "on"
     assert systems.switches("ours-in-turn")["SGLANG_ENABLE_DFLASH_SPEC_V2"] == "0"
@@ -90,3 +142,119 @@ def test_the_table_shows_idle_time_of_what_was_traced():
     )
     alone = serving.table({"ours": {"points": [point]}})
     assert alone.endswith("|---|---|---|---|\n| greedy | 512 | 8 | 100.0 (20.00) |")
+
+
+LLAMA = systems.ROOT / "benchmarks" / "shapes" / "llama-3.1-8b"
+GEMMA = systems.ROOT / "benchmarks" / "shapes" / "gemma4-31b"
+TARGET, DRAFT = "--attention-backend", "--speculative-draft-attention-backend"
+
+
+@pytest.mark.parametrize(
+    ("system", "target", "forced", "arguments"),
+    [
+        ("plain", LLAMA, None, []),
+        ("plain", GEMMA, None, []),
+        ("in-tree", LLAMA, None, []),
+        ("in-tree", "Qwen/Qwen3-8B", None, []),
+        ("in-tree", GEMMA, None, [DRAFT, "fa4"]),
+        ("in-tree", "google/gemma-4-31B-it", None, [DRAFT, "fa4"]),
+        ("in-tree", LLAMA, "triton", [TARGET, "triton"]),
+        ("in-tree-fa4", LLAMA, "triton", [TARGET, "fa4"]),
+        ("in-tree-triton", GEMMA, None, [TARGET, "triton", DRAFT, "fa4"]),
+        ("plain-fa4", GEMMA, None, [TARGET, "fa4"]),
+        ("ours", LLAMA, "fa3", [TARGET, "triton", DRAFT, "fa4"]),
+        ("ours-in-turn", GEMMA, None, [TARGET, "triton", DRAFT, "fa4"]),
+    ],
+)
+def test_sglang_picks_the_peers_backends(
+    system: str, target: Path | str, forced: str | None, arguments: list[str]
+) -> None:
+    """A peer that is told to run on Triton is slower than what a user gets on Hopper."""
+    assert systems.system_name(system) == system
+    assert systems.backend_args(system, target, forced) == arguments
+
+
+@pytest.mark.parametrize("name", ["our", "in-tree-", "ours-fa4", "dflash"])
+def test_an_unknown_system_is_refused(name: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=name):
+        systems.system_name(name)
+
+
+def test_the_table_names_the_backends_that_served() -> None:
+    info = {"attention_backend": "fa3", "prefill_attention_backend": None}
+    plain = systems.backends_in_use(info)
+    in_tree = systems.backends_in_use({**info, "speculative_algorithm": "DFLASH"})
+    ours = systems.backends_in_use(
+        {
+            "attention_backend": "triton",
+            "decode_attention_backend": "flashinfer",
+            "speculative_algorithm": "DFLASH",
+            "speculative_draft_attention_backend": "fa4",
+        }
+    )
+    results = {"plain": plain, "in-tree": in_tree, "ours": ours}
+    line = systems.backends_line({name: {"attention": used} for name, used in results.items()})
+    assert line == (
+        "Attention backends: plain fa3; in-tree fa3, draft fa3; "
+        "ours triton / flashinfer, draft fa4."
+    )
+    assert systems.backends_line({"plain": {"points": []}}) == ""
+    assert line in serving.table({name: {"attention": used} for name, used in results.items()})
+
+
+def test_a_result_names_the_release(tmp_path: Path) -> None:
+    found = {"command": "python x.py", "gpu": None, "commit": "abc", "sglang": "0.5.17"}
+    systems.write(found, tmp_path / "r", "the table")
+    text = (tmp_path / "r.md").read_text()
+    assert text == "`python x.py`, no GPU, SGLang 0.5.17, commit abc\n\nthe table\n"
+
+
+def test_serving_runs_where_this_package_is_not_installed() -> None:
+    """Another SGLang release is measured without it."""
+    program = (
+        "import sys; sys.modules['sglang_dflash'] = None; sys.path.insert(0, 'benchmarks');"
+        "import serving, systems;"
+        "print(systems.backend_args('in-tree-fa4', 'benchmarks/shapes/gemma4-31b'))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=systems.ROOT, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "fa4" in ran.stdout
+
+
+def test_tries_that_differ_are_told_apart_in_the_table() -> None:
+    point = {"requests": 8, "tokens_per_s": 100.0, "step_ms": 20.0}
+    assert serving.rate_cell({**point, "spread": 0.08}) == "100.0 (20.00), tries 8% apart"
+    assert serving.rate_cell({**point, "spread": 0.03}) == "100.0 (20.00)"
+
+
+class Started:
+    """A server that starts, or does not."""
+
+    def __init__(self, name: str, events: list[str], *, fails: bool = False) -> None:
+        self._name, self._events, self._fails = name, events, fails
+        events.append(f"start {name}")
+
+    def wait(self, *, timeout_s: float) -> None:
+        self._events.append(f"wait {self._name}")
+        if self._fails:
+            raise RuntimeError(f"{self._name} ended")
+
+
+def test_servers_start_together_and_have_their_turns() -> None:
+    """None is asked while another still loads, and one that fails does not cost the others."""
+    events: list[str] = []
+    starts: dict[str, Any] = {
+        name: lambda name=name: Started(name, events, fails=name == "b") for name in "abc"
+    }
+    for name, _, failed in sharing.serve_all(starts, lambda key, _: events.append(f"stop {key}")):
+        events.append(f"{name} failed" if failed else f"measure {name}")
+    assert events == [
+        *("start a", "start b", "start c", "wait a", "wait b", "wait c"),
+        *("measure a", "stop a", "b failed", "stop b", "measure c", "stop c"),
+    ]
+    events.clear()
+    for _ in sharing.serve_all(starts, lambda key, _: events.append(f"stop {key}")):
+        break
+    assert events[-3:] == ["stop a", "stop b", "stop c"]

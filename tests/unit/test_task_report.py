@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import tasks
 from task_report import Answer, compare, is_right, tables
 
 
@@ -76,3 +77,28 @@ def test_a_failed_system_and_differing_answers_are_named_in_the_tables() -> None
     assert "| MBPP | 6.13 |" in text
     assert "| MBPP | 2 of 3 (part at token 212) |" in text
     assert "| MBPP | 3 of 4, 1 cut, 1 failed | 3 of 4, 1 cut, 1 failed |" in text
+
+
+def test_rounds_that_disagree_are_marked() -> None:
+    """Two runs that differ by more than 5 % must not pass for a measurement."""
+    first = tasks.Round(2.0, [answer("a", 0, *range(100))])
+    second = tasks.Round(1.6, [answer("a", 0, *range(100))])
+    found = tasks.rate_of([first, second])
+    assert found == {"tokens": 200, "seconds": 3.6, "tokens_per_s": 55.6, "spread": 0.25}
+    assert tasks.rate_of([first])["spread"] is None
+    point = {
+        "task": "mbpp",
+        "requests": 1,
+        "temperature": 0.0,
+        "questions": 1,
+        "answered": 1,
+        "cut_at_max_tokens": 0,
+        "failed": [],
+        "right": None,
+    }
+    used = {"prefill": "fa3", "decode": "fa3"}
+    text = tables({"plain": {"points": [point | found], "attention": used}})
+    assert "| MBPP | 55.6? |" in text and "? marks a rate" in text
+    assert "Attention backends: plain fa3." in text
+    steady = tables({"plain": {"points": [point | found | {"spread": 0.04}]}})
+    assert "| MBPP | 55.6 |" in steady and "?" not in steady

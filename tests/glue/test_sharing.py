@@ -1,0 +1,44 @@
+"""How many servers benchmarks/sharing.py starts at once, by what the doctor knows of a pair."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import sharing
+import systems
+
+SHAPES = systems.ROOT / "benchmarks" / "shapes"
+TOKENS = sharing.pool_tokens(32, 512 + 1033)
+
+
+def test_a_server_holds_weights_and_the_pool() -> None:
+    found = sharing.server_gib(SHAPES / "qwen3-8b", SHAPES / "qwen3-8b-draft", TOKENS)
+    # 15.3 and 2.0 of weights; 36 and 5 layers of 8 heads, 128 wide, keys and values in bf16
+    kv = TOKENS * (36 + 5) * 8 * 128 * 2 * 2 / 2**30
+    assert found == pytest.approx(15.26 + 1.95 + kv + sharing.OTHER_GIB, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "recipe", "servers"),
+    [
+        ([], "qwen3-8b", 1),
+        (["--side-by-side"], "qwen3-8b", 4),
+        (["--side-by-side"], "qwen3-coder-30b-a3b", 1),
+        (["--side-by-side", "--at-once", "2"], "qwen3-coder-30b-a3b", 2),
+    ],
+)
+def test_as_many_servers_start_at_once_as_the_card_holds(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], recipe: str, servers: int
+) -> None:
+    monkeypatch.setattr(sharing, "on_gpu", lambda: True)
+    monkeypatch.setattr(systems, "card_gib", lambda: 139.8)
+    parser = argparse.ArgumentParser()
+    sharing.add_options(parser)
+    pair = SHAPES / recipe, SHAPES / f"{recipe}-draft"
+    assert sharing.at_once(parser.parse_args(words), *pair, TOKENS) == servers
+
+
+def test_a_pair_that_does_not_fit_together_is_named() -> None:
+    with pytest.raises(SystemExit, match="pair: "):
+        sharing.server_gib(SHAPES / "qwen3-8b", SHAPES / "gemma4-31b-draft", TOKENS)
