@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from sglang_dflash.train.data import sample_prompts
 
 TASKS = {"gsm8k": 1, "mtbench": 2}  # turns
 QUESTIONS = 3
-TIMEOUT_S = 400
+TIMEOUT_S = 900
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
+        # a tiny model, whose servers start faster so
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return folder / "out"
