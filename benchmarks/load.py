@@ -69,7 +69,7 @@ def ran_together(log: str) -> int:
 
 class Rate(NamedTuple):
     tokens_per_s: float
-    answers: list[dict[str, Any]]  # the last batch's
+    answers: list[dict[str, Any]]  # the first longer batch's, the same prompts for every system
     together: int  # of the requests, at once, in the batches that the rate comes from
     spread: float | None  # see spread_of
 
@@ -139,7 +139,9 @@ def decode_rate(
         for length in (short, long):
             prompts = draw_prompts(num_requests, context, f"{number} {length}", ids)
             before = len(server.log())
-            taken, answers = run_batch(server.url, prompts, length, sampling)
+            taken, answered = run_batch(server.url, prompts, length, sampling)
+            if (number, length) == (0, long):
+                answers = answered
             seconds[length].append(taken)
             together[length].append(min(ran_together(server.log()[before:]), num_requests))
         spread = spread_of(seconds[short], seconds[long])
