@@ -90,6 +90,11 @@ class DrafterSpec:
     def from_config(cls, config: Mapping[str, Any], *, name: str) -> DrafterSpec:
         """Read a drafter's config.json. Raise ValueError with the missing or odd key."""
         refuse_unknown(config, name=name)
+        return cls.from_loaded(config, name=name)
+
+    @classmethod
+    def from_loaded(cls, config: Mapping[str, Any], *, name: str) -> DrafterSpec:
+        """Read a config that was checked, and into which SGLang has written keys of its own."""
         dflash = config.get("dflash_config") or {}
         num_layers = _require(config, "num_hidden_layers", name)
         num_heads = _require(config, "num_attention_heads", name)

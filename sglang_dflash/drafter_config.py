@@ -35,7 +35,7 @@ _READ = {
     "vocab_size",
 }
 # says nothing about the network: tokens and cap are the target's, layer_types tells the windows,
-# and the rest is what transformers writes
+# and the rest is what transformers writes, or SGLang into a config that it has used before
 _IDLE = {
     "_attn_implementation",
     "_name_or_path",
@@ -43,6 +43,7 @@ _IDLE = {
     "auto_map",
     "bos_token_id",
     "chunk_size_feed_forward",
+    "context_len",
     "dtype",
     "eos_token_id",
     "final_logit_softcapping",
@@ -51,6 +52,8 @@ _IDLE = {
     "label2id",
     "max_window_layers",
     "model_type",
+    "original_num_attention_heads",
+    "original_total_num_kv_heads",
     "output_attentions",
     "output_hidden_states",
     "pad_token_id",
@@ -79,6 +82,7 @@ def _understood_values(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     # a full layer sees its whole block and a sliding one does not; one word for both fits neither
     causal = (SLIDING in kinds,) if len(kinds) == 1 else ()
     window = (config.get("sliding_window"),)
+    width = (config.get("head_dim"),)
     return {
         "attention_bias": (False,),
         "attention_mode": ("gqa", "mha"),
@@ -96,11 +100,14 @@ def _understood_values(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
         "rope_is_neox_style": (True,),
         "sample_from_anchor": (False,),
         "sliding_window": window,
+        "swa_head_dim": width,
+        "swa_v_head_dim": width,
         "swa_window_size": window,
         "target_layer_ids": (dflash.get("target_layer_ids"),),
         "use_aux_hidden_state": (True,),
         "use_qk_norm": (True,),
         "use_swa": (False,),
+        "v_head_dim": width,
     }
 
 

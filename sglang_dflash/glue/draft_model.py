@@ -142,7 +142,7 @@ class DFlashDraftModel(nn.Module):
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__()
         _undo_padding(config)
-        spec = DrafterSpec.from_config(config.to_dict(), name=config._name_or_path or "drafter")
+        spec = DrafterSpec.from_loaded(config.to_dict(), name=config._name_or_path or "drafter")
         self.config = config
         self.spec = spec
         num_features = len(spec.target_layer_ids)

@@ -30,7 +30,10 @@ def handle_dflash(server_args: Any) -> None:
     """Check and complete the arguments of a DFLASH server, in place of SGLang's own handler."""
     _refuse_unsupported(server_args)
     _refuse_endless_wait(server_args)
-    drafter = read_drafter(server_args)
+    # before SGLang does anything with it: whatever it says is checked
+    drafter = cfg.DrafterSpec.from_config(
+        _drafter_config(server_args), name=server_args.speculative_draft_model_path
+    )
     target_config = server_args.get_model_config()
     target = target_spec(target_config)
     cfg.check_pair(drafter, target)
@@ -109,6 +112,12 @@ def simulated_accept_length(value: str | None) -> float | None:
 
 
 def read_drafter(server_args: Any) -> cfg.DrafterSpec:
+    """Read the drafter of a server whose arguments have been handled."""
+    config = _drafter_config(server_args)
+    return cfg.DrafterSpec.from_loaded(config, name=server_args.speculative_draft_model_path)
+
+
+def _drafter_config(server_args: Any) -> dict[str, Any]:
     """Read the drafter's config through SGLang, so that what is checked is what will load."""
     path = server_args.speculative_draft_model_path
     if path is None:
@@ -128,7 +137,7 @@ def read_drafter(server_args: Any) -> cfg.DrafterSpec:
             f"The drafter {path} cannot be read ({error}). "
             "Pass a folder with config.json and safetensors, or a model name you have access to."
         ) from error
-    return cfg.DrafterSpec.from_config(config.to_dict(), name=path)
+    return config.to_dict()
 
 
 def target_spec(model_config: Any) -> cfg.TargetSpec:

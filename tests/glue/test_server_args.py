@@ -11,6 +11,7 @@ import pytest
 
 from server import free_port
 from sglang_dflash.glue import compat
+from sglang_dflash.glue.server_args import handle_dflash, read_drafter
 from tiny_models import write_hybrid_config
 
 
@@ -126,8 +127,6 @@ def test_chunks_that_would_let_a_prompt_wait_for_ever_are_refused(
 
 
 def test_device_is_refused(models: Path) -> None:
-    from sglang_dflash.glue.server_args import handle_dflash
-
     args = parse(models)
     object.__setattr__(args, "device", "xpu")
     with pytest.raises(ValueError, match="runs on cuda and cpu, not on --device xpu"):
@@ -184,6 +183,25 @@ def test_drafter_that_does_not_fit_is_refused(
     drafter = changed_drafter(models, tmp_path / "drafter", **changes)
     with pytest.raises(ValueError, match=message):
         parse(models, drafter=drafter)
+
+
+def test_a_drafter_is_read_again_after_sglang_has_written_into_its_config(models: Path) -> None:
+    """SGLang keeps one config object a process, and its own notes in it."""
+    args = parse(models)
+    config = compat.get_config(
+        args.speculative_draft_model_path,
+        trust_remote_code=args.trust_remote_code,
+        revision=args.speculative_draft_model_revision,
+        model_override_args={},
+    )
+    drafter = read_drafter(args)
+    config.some_new_note = 7
+    try:
+        assert read_drafter(args) == drafter
+        with pytest.raises(ValueError, match="some_new_note 7"):
+            handle_dflash(args)
+    finally:
+        del config.some_new_note
 
 
 @pytest.mark.parametrize("content", [None, "{ not json"], ids=["absent", "garbled"])

@@ -90,6 +90,7 @@ def test_what_transformers_adds_to_a_config_is_understood(kind: type[PreTrainedC
         plain(dflash={"mask_token": "<|MASK|>", "block_size": 16, "num_target_layers": 36}),
         plain(dflash={"swa_window_size": 2048}, **WINDOWS),
         plain(mask_token_id=151669, draft_vocab_size=151936),
+        plain(context_len=40960, v_head_dim=128, swa_head_dim=128, swa_v_head_dim=128),
         plain(some_new_feature=False, another=None, list_of_more=[]),
     ],
 )
@@ -123,6 +124,7 @@ def test_a_value_that_means_what_is_computed_passes(config: dict[str, Any]) -> N
         (plain(num_experts=8), "num_experts 8"),
         (plain(draft_vocab_size=32000), "draft_vocab_size 32000"),
         (plain(mask_token_id=5), "mask_token_id 5"),
+        (plain(v_head_dim=64), "v_head_dim 64"),
         (plain(use_qk_norm=False), "use_qk_norm False"),
         (plain(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
         (
