@@ -148,6 +148,12 @@ SYMBOLS: dict[str, Symbol] = {
         "TpModelWorker.forward_batch_generation",
         ("batch", "forward_batch", "is_verify", "capture_hidden_mode"),
     ),
+    **{
+        f"update_{s}": Symbol("srt.managers.tp_worker", f"TpModelWorker.update_weights_from_{s}")
+        for s in ("disk", "tensor", "distributed", "ipc")
+    },
+    "is_fully_idle": Symbol("srt.managers.scheduler", "Scheduler.is_fully_idle"),
+    "flush_cache": Symbol("srt.managers.scheduler", "Scheduler.flush_cache", ("empty_cache",)),
     "alloc_for_spec_decode": Symbol(
         "srt.mem_cache.allocation",
         "alloc_for_spec_decode",
@@ -287,6 +293,7 @@ SYMBOLS: dict[str, Symbol] = {
         "Gemma4DecoderLayer.forward",
         ("positions", "hidden_states", "per_layer_input", "forward_batch"),
     ),
+    "fuse_scale": Symbol("srt.models.gemma4_causal", "Gemma4Router.fuse_scale"),
     # head
     "LogitsProcessor": Symbol("srt.layers.logits_processor", "LogitsProcessor"),
     "get_logits": Symbol(

@@ -31,6 +31,16 @@ def install_fused_layers(model: Any, ops: Ops) -> str:
     return f"sglang_dflash.{ops.name}"
 
 
+def fold_router_scales(model: Any) -> None:
+    """Fold the scale of every Gemma-4 router into its norm again, after new weights.
+
+    SGLang folds once, before the first forward, and would keep the scale of that day.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "Gemma4Router" and module._scale_fused:
+            module.fuse_scale()
+
+
 def _why_not(layer: Any) -> str | None:
     """Return what of a layer the fused one does not know."""
     attention = layer.self_attn

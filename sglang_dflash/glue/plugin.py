@@ -117,9 +117,10 @@ def _handle_dflash(original: Any, server_args: Any) -> None:
 
 
 def _run_event_loop(original: Any, scheduler: Any) -> None:
-    """Tell our bookkeeping where SGLang publishes, once everything is in place."""
+    """Tell our worker who has the requests and publishes, once everything is in place."""
     if scheduler.spec_algorithm.is_dflash():
         scheduler.draft_worker.book.publish(scheduler)
+        scheduler.draft_worker.updates.meet(scheduler)
     original(scheduler)
 
 

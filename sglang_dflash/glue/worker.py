@@ -26,6 +26,7 @@ from sglang_dflash.glue.metrics import Bookkeeping
 from sglang_dflash.glue.noise import StepNoise
 from sglang_dflash.glue.server_args import resolve_config
 from sglang_dflash.glue.state import DFlashState
+from sglang_dflash.glue.updates import TargetUpdates
 from sglang_dflash.metrics import AcceptanceAlarm
 from sglang_dflash.step import decode_step, prefill_step
 from sglang_dflash.types import DraftContext
@@ -74,6 +75,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         )
         self.verify_kernel = "not chosen yet"
         self.layers = install_fused_layers(target_worker.model_runner.model, self.ops)
+        self.updates = TargetUpdates(target_worker)
 
     def describe(self) -> dict[str, object]:
         """Return what runs here, for the log and /server_info."""
@@ -129,6 +131,18 @@ class DFlashWorker(compat.BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         self.engine.draft_head_in_graph(self.max_requests)
         super().init_cuda_graphs()
+
+    def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
+        """Leave the drafter as it is; SGLang has updated the target just before."""
+        return True, self.updates.describe(recv_req)
+
+    def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
+        """As from disk."""
+        return True, self.updates.describe(recv_req)
+
+    def update_weights_from_tensor(self, recv_req: Any) -> tuple[bool, str]:
+        """Update the target, which SGLang leaves to this worker here."""
+        return self._target_worker.update_weights_from_tensor(recv_req)
 
     def forward_batch_generation(
         self,

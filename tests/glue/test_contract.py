@@ -72,6 +72,13 @@ def test_every_symbol_of_the_contract_is_used() -> None:
         "get_logits",
         "compute_lm_head",
         "ShardIndices",
+        "update_disk",
+        "update_tensor",
+        "update_distributed",
+        "update_ipc",
+        "is_fully_idle",
+        "flush_cache",
+        "fuse_scale",
     }
     unused = [
         name

@@ -52,3 +52,15 @@ def test_what_is_no_block_is_left_alone() -> None:
 def test_a_server_without_blocks_packs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "block_rows", lambda: None)
     assert products.multiply(draw(ROWS, 300), draw(777, 300)) is None
+
+
+def test_a_copy_is_forgotten_with_the_weight_it_was_made_of() -> None:
+    """SGLang loads new weights into the same tensors, which leaves no trace on them."""
+    layer = torch.nn.Linear(300, 777, bias=False)
+    x = draw(ROWS, 300)
+    for seed in (1, 2):
+        layer.weight.data.copy_(draw(777, 300) * seed)
+        products.forget_packed(layer)
+        found = products.multiply(x, layer.weight)
+        assert found is not None
+        torch.testing.assert_close(found, layer(x), atol=1e-4, rtol=1e-5)

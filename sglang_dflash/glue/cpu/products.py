@@ -47,6 +47,13 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | 
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
+def forget_packed(model: torch.nn.Module) -> None:
+    """Drop the copies of a model's weights, for these are about to differ or do already."""
+    for weight in model.parameters():
+        if hasattr(weight, "packed_for_blocks"):
+            del weight.packed_for_blocks
+
+
 def _reorder(weight: Tensor, rows: int | None) -> Tensor:
     if HAS_MKL:
         return torch.ops.mkl._mkl_reorder_linear_weight(weight, rows)

@@ -1,0 +1,124 @@
+"""New weights for a running server: SGLang's update endpoints change the target, never the drafter.
+
+SGLang would load a target's checkpoint into the drafter, too, and ends the server when an update
+fails. Here each of its ways to update goes through `TargetUpdates`, which refuses what cannot come
+out right, answers a failure with its reason, and has whatever was made from weights made anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_dflash.glue import compat
+from sglang_dflash.glue.cpu import products
+from sglang_dflash.glue.layers import fold_router_scales
+
+logger = logging.getLogger(__name__)
+
+SOURCES = ("disk", "tensor", "distributed", "ipc")
+DONE = (
+    "Succeeded to update the target's weights. The drafter keeps its own: answers are those of the "
+    "new weights, but fewer drafts may be accepted until the drafter is trained for them."
+)
+NOT_FLUSHED = (
+    " The cache was not flushed (flush_cache=false): cached prefixes and requests in flight go on "
+    "with KV of the old weights. POST /flush_cache when the server is idle."
+)
+
+Update = Callable[[Any], tuple[bool, str]]
+
+
+class TargetUpdates:
+    """Every update of the target's weights, from where SGLang asks the target's worker for it."""
+
+    def __init__(self, target_worker: Any) -> None:
+        self._runner = target_worker.model_runner
+        self._scheduler: Any = None
+        for source in SOURCES:
+            name = f"update_weights_from_{source}"
+            setattr(target_worker, name, self._guarded(getattr(target_worker, name)))
+        join = target_worker.init_weights_update_group
+        target_worker.init_weights_update_group = lambda recv_req: _answer(join, recv_req)
+
+    def meet(self, scheduler: Any) -> None:
+        """Know who has requests and a cache."""
+        self._scheduler = scheduler
+
+    def _guarded(self, update: Update) -> Update:
+        def guarded(recv_req: Any) -> tuple[bool, str]:
+            reason = self._refuse(recv_req)
+            if reason is not None:
+                return False, reason
+            failure = self._agreed(self._attempt(update, recv_req))
+            if failure is None:
+                return True, self.describe(recv_req)
+            if recv_req.flush_cache:
+                # SGLang flushes after success only, but some weights may be new
+                self._scheduler.flush_cache(empty_cache=recv_req.torch_empty_cache)
+            return False, (
+                f"{failure} The target may hold some of the new weights. Update it again with all "
+                "of them, or restart the server."
+            )
+
+        return guarded
+
+    def describe(self, recv_req: Any) -> str:
+        """Return what an update that succeeded has done, and what it has not."""
+        return DONE if recv_req.flush_cache else DONE + NOT_FLUSHED
+
+    def _refuse(self, recv_req: Any) -> str | None:
+        if getattr(recv_req, "recapture_cuda_graph", False):
+            return (
+                "DFLASH does not recapture CUDA graphs (recapture_cuda_graph=true). Nothing was "
+                "updated. Drop it: weights are replaced in place, where captured graphs read them."
+            )
+        if recv_req.flush_cache and not self._scheduler.is_fully_idle():
+            return (
+                "The cache cannot be flushed while requests are in flight, as after "
+                "/pause_generation. Nothing was updated. Abort them (mode abort), or pass "
+                "flush_cache=false to let them go on with KV of the old weights."
+            )
+        return None
+
+    def _attempt(self, update: Update, recv_req: Any) -> str | None:
+        """Update, and return why it failed, if it did."""
+        before = addresses(self._runner.model)
+        success, message = _answer(update, recv_req)
+        products.forget_packed(self._runner.model)
+        fold_router_scales(self._runner.model)
+        if not success:
+            return message
+        after = addresses(self._runner.model)
+        moved = [name for name in after if after[name] != before.get(name)]
+        if moved and self._runner.decode_cuda_graph_runner is not None:
+            return (
+                f"{len(moved)} weights ({moved[0]} is one) were not replaced in place, so captured "
+                "CUDA graphs still read the old ones."
+            )
+        return None
+
+    def _agreed(self, failure: str | None) -> str | None:
+        """Return the first failure of any rank: all must answer, and flush, alike."""
+        group = compat.get_tp_group()
+        failures = [failure] * group.world_size
+        if group.world_size > 1:
+            torch.distributed.all_gather_object(failures, failure, group=group.cpu_group)
+        return next((reason for reason in failures if reason is not None), None)
+
+
+def _answer(update: Update, recv_req: Any) -> tuple[bool, str]:
+    """Return what an update returns; a failure is an answer, too, and must not end the server."""
+    try:
+        return update(recv_req)
+    except Exception as error:
+        logger.exception("The target's weights could not be updated")
+        return False, f"{type(error).__name__}: {error}."
+
+
+def addresses(model: Any) -> dict[str, int]:
+    """Return where each weight of a model lies."""
+    return {name: weight.data_ptr() for name, weight in model.named_parameters()}
