@@ -183,6 +183,20 @@ def _refuse_unsupported(server_args: Any) -> None:
         ),
         "--speculative-draft-window-size": server_args.speculative_draft_window_size is not None,
         "--enable-mixed-chunk": server_args.enable_mixed_chunk,
+        "--enable-torch-compile, which would compile around the kernels of a verify pass": (
+            server_args.enable_torch_compile
+        ),
+        "--enable-pdmux, whose batches of prompts and blocks share a step": (
+            server_args.enable_pdmux
+        ),
+        f"decode context parallelism (--dcp-size {server_args.dcp_size}), which leaves each rank "
+        "a part of a token's draft KV": server_args.dcp_size != 1,
+        "--enable-hierarchical-cache, which is not tested to bring back draft KV with a prefix": (
+            server_args.enable_hierarchical_cache
+        ),
+        "--enable-memory-saver, for after a release nothing loads the drafter again": (
+            server_args.enable_memory_saver
+        ),
         f"--page-size {server_args.page_size} on a CPU, where SGLang cannot allocate pages": (
             device == "cpu" and server_args.page_size not in (None, 1)
         ),

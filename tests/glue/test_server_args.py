@@ -105,6 +105,25 @@ def test_smaller_block_is_kept(models: Path) -> None:
         ),
         pytest.param(["--page-size", "16"], "--page-size 16 on a CPU", id="pages"),
         pytest.param(["--speculative-num-steps", "3"], "a block takes one", id="steps"),
+        pytest.param(
+            ["--enable-torch-compile"], "--enable-torch-compile, which would compile", id="compile"
+        ),
+        pytest.param(["--enable-pdmux"], "--enable-pdmux, whose batches", id="pdmux"),
+        pytest.param(
+            ["--tp-size", "2", "--dcp-size", "2"],
+            r"decode context parallelism \(--dcp-size 2\), which leaves each rank a part",
+            id="dcp",
+        ),
+        pytest.param(
+            ["--enable-hierarchical-cache"],
+            "--enable-hierarchical-cache, which is not tested to bring back draft KV",
+            id="hierarchical cache",
+        ),
+        pytest.param(
+            ["--enable-memory-saver"],
+            "--enable-memory-saver, for after a release nothing loads the drafter again",
+            id="memory saver",
+        ),
         pytest.param(["--speculative-draft-window-size", "64"], "draft-window-size", id="window"),
     ],
 )
