@@ -35,7 +35,7 @@ Update = Callable[[Any], tuple[bool, str]]
 class TargetUpdates:
     """Every update of the target's weights, from where SGLang asks the target's worker for it."""
 
-    def __init__(self, target_worker: Any) -> None:
+    def __init__(self, target_worker: Any, draft_runner: Any) -> None:
         self._runner = target_worker.model_runner
         self._scheduler: Any = None
         for source in SOURCES:
@@ -43,6 +43,10 @@ class TargetUpdates:
             setattr(target_worker, name, self._guarded(getattr(target_worker, name)))
         join = target_worker.init_weights_update_group
         target_worker.init_weights_update_group = lambda recv_req: _answer(join, recv_req)
+        self._check = self._runner.check_weights
+        self._runner.check_weights = self._check_target
+        # nothing could load what SGLang's checker resets there
+        draft_runner.check_weights = lambda **_asked: None
 
     def meet(self, scheduler: Any) -> None:
         """Know who has requests and a cache."""
@@ -88,8 +92,7 @@ class TargetUpdates:
         """Update, and return why it failed, if it did."""
         before = addresses(self._runner.model)
         success, message = _answer(update, recv_req)
-        products.forget_packed(self._runner.model)
-        fold_router_scales(self._runner.model)
+        self._renew()
         if not success:
             return message
         after = addresses(self._runner.model)
@@ -100,6 +103,17 @@ class TargetUpdates:
                 "CUDA graphs still read the old ones."
             )
         return None
+
+    def _check_target(self, **asked: Any) -> Any:
+        try:
+            return self._check(**asked)
+        finally:
+            self._renew()
+
+    def _renew(self) -> None:
+        """Have everything that was made from weights made again."""
+        products.forget_packed(self._runner.model)
+        fold_router_scales(self._runner.model)
 
     def _agreed(self, failure: str | None) -> str | None:
         """Return the first failure of any rank: all must answer, and flush, alike."""

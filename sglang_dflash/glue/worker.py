@@ -75,7 +75,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         )
         self.verify_kernel = "not chosen yet"
         self.layers = install_fused_layers(target_worker.model_runner.model, self.ops)
-        self.updates = TargetUpdates(target_worker)
+        self.updates = TargetUpdates(target_worker, bundle.draft_model_runner)
 
     def describe(self) -> dict[str, object]:
         """Return what runs here, for the log and /server_info."""

@@ -239,14 +239,20 @@ def test_updates_that_fail_leave_the_server_alive(targets: Targets, tmp_path: Pa
     targets.expect(targets.second)
 
 
-def test_the_weights_checker_answers(targets: Targets) -> None:
+def test_the_weights_checker_leaves_the_drafter_alone(targets: Targets) -> None:
+    """It resets weights to see whether an update brings them back, and none does for a drafter."""
+    targets.load(targets.first)
+    before = targets.server.generate(targets.prompts[0], **ANSWER)["meta_info"]
     for action in ("checksum", "snapshot", "compare", "reset_tensors", "nonsense"):
         response = targets.post("weights_checker", action=action)
         assert response.status_code in (200, 400), (action, response.text)
         assert response.json()["message"], action
-    # both models may be random now
+    assert _tokens(targets.server, targets.prompts) != targets.said[targets.first]
     targets.load(targets.first)
     targets.expect(targets.first)
+    after = targets.server.generate(targets.prompts[0], **ANSWER)["meta_info"]
+    # a random drafter takes a step for nearly every token
+    assert after["spec_verify_ct"] == before["spec_verify_ct"] < 0.75 * ANSWER["max_new_tokens"]
 
 
 def test_memory_is_released_and_resumed_without_effect(targets: Targets) -> None:

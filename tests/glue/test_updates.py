@@ -18,12 +18,14 @@ class Worker:
 
     def __init__(self, *, in_place: bool, graph: object | None) -> None:
         self.model = nn.Linear(4, 4, bias=False)
-        self.model_runner = SimpleNamespace(model=self.model, decode_cuda_graph_runner=graph)
+        self.model_runner = SimpleNamespace(
+            model=self.model, decode_cuda_graph_runner=graph, check_weights=None
+        )
         self.flushes: list[bool] = []
         self.init_weights_update_group = None
         for source in SOURCES:
             setattr(self, f"update_weights_from_{source}", lambda _: self._update(in_place))
-        updates = TargetUpdates(self)
+        updates = TargetUpdates(self, SimpleNamespace())
         updates.meet(
             SimpleNamespace(
                 is_fully_idle=lambda: True,
