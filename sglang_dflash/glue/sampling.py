@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sglang_dflash.glue import compat, grammar
@@ -168,6 +169,14 @@ def refuse_request(req: Any, server_args: Any, *, enable_overlap: bool) -> str |
             f"--grammar-backend {backend} cannot step back from a draft that was wrong",
             f"start the server with --grammar-backend {' or '.join(grammar.BACKENDS)}",
         )
+    if req.input_embeds is not None:
+        dtype = server_args.get_model_config().dtype
+        if dtype != torch.bfloat16:
+            return _refusal(
+                "input_embeds",
+                f"SGLang turns them to bfloat16, which a target in {dtype} cannot read",
+                "or start the server with --dtype bfloat16",
+            )
     if params.min_p > 0 and server_args.enable_deterministic_inference:
         return _refusal("min_p", "SGLang's seeded sampler has no min_p")
     return None
@@ -189,4 +198,5 @@ def refuse_in_scheduler(original: Any, req: Any, enable_overlap: bool) -> str | 
     if reason is not None:
         # SGLang runs an aborted request through one more step, which must not fail on the parameter
         req.sampling_params.min_p = 0.0
+        req.input_embeds = None
     return reason

@@ -187,9 +187,14 @@ def refusal(*, overlap: bool = False, server: dict[str, Any] | None = None, **as
     req = SimpleNamespace(
         return_hidden_states=asked.pop("return_hidden_states", False),
         custom_logit_processor=asked.pop("custom_logit_processor", None),
+        input_embeds=asked.pop("input_embeds", None),
         sampling_params=SimpleNamespace(**params | asked),
     )
-    settings = {"grammar_backend": "xgrammar", "enable_deterministic_inference": False}
+    settings = {
+        "grammar_backend": "xgrammar",
+        "enable_deterministic_inference": False,
+        "get_model_config": lambda: SimpleNamespace(dtype=torch.bfloat16),
+    }
     return refuse_request(req, SimpleNamespace(**settings | (server or {})), enable_overlap=overlap)
 
 
@@ -212,6 +217,13 @@ def refusal(*, overlap: bool = False, server: dict[str, Any] | None = None, **as
             {"min_p": 0.1, "server": {"enable_deterministic_inference": True}},
             "min_p exactly: SGLang's seeded sampler has no min_p",
         ),
+        (
+            {
+                "input_embeds": [[0.5]],
+                "server": {"get_model_config": lambda: SimpleNamespace(dtype=torch.float16)},
+            },
+            "a target in torch.float16 cannot read.* start the server with --dtype bfloat16",
+        ),
     ],
 )
 def test_what_cannot_be_exact_is_refused_with_a_reason(asked: dict[str, Any], message: str) -> None:
@@ -224,6 +236,7 @@ def test_everything_else_is_served() -> None:
     assert refusal(regex="a") is None
     assert refusal(custom_logit_processor="x") is None
     assert refusal(min_p=0.1) is None
+    assert refusal(input_embeds=[[0.5]]) is None
 
 
 def test_seeded_noise_is_sglangs_own() -> None:
