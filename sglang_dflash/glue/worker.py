@@ -156,6 +156,8 @@ class DFlashWorker(compat.BaseSpecWorker):
             return self._decode(batch, BatchHost(self.engine, batch, on_publish, grammar_barrier))
 
     def _prefill(self, batch: Any, on_publish: Callable[[Tensor], None] | None) -> Any:
+        if batch.input_embeds is not None:
+            batch.input_embeds = embed_all(batch, self.model_runner.model.get_input_embeddings())
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=compat.CaptureHiddenMode.FULL
         )
@@ -210,3 +212,14 @@ class DFlashWorker(compat.BaseSpecWorker):
             new_seq_lens=commit.new_lens,
             extra_keep_alive_refs=[host.verify_batch],
         )
+
+
+def embed_all(batch: Any, embed: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the embedding of every prompt token; SGLang brings those of some requests only."""
+    given = torch.tensor([req.input_embeds is not None for req in batch.reqs])
+    if given.all():
+        return batch.input_embeds
+    rows = embed(batch.input_ids).float()
+    is_given = given.repeat_interleave(torch.tensor(batch.extend_lens)).to(rows.device)
+    rows[is_given] = batch.input_embeds
+    return rows

@@ -54,6 +54,23 @@ def test_embeddings_of_tokens_are_answered_like_the_tokens(
     assert [answer["output_ids"] for answer in answers] == expected
 
 
+def test_embeddings_and_tokens_meet_in_a_prefill(
+    servers: list[Server], prompts: list[list[int]]
+) -> None:
+    """SGLang holds embeddings of the requests that sent some only, and ends the server there."""
+    _, dflash, _ = servers
+    expected = [dflash.generate(p, max_new_tokens=NEW_TOKENS)["output_ids"] for p in prompts[:8]]
+
+    def one(i: int) -> list[int]:
+        if i % 2:
+            return ask(dflash, prompts[i]).json()["output_ids"]
+        return dflash.generate(prompts[i], max_new_tokens=NEW_TOKENS)["output_ids"]
+
+    for _ in range(3):
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(one, range(8))) == expected
+
+
 def test_every_difference_from_plain_decoding_is_a_near_tie(
     servers: list[Server], prompts: list[list[int]]
 ) -> None:
