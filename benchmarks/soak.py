@@ -1,16 +1,17 @@
-"""A storm of mixed requests against one server, every answer checked against plain decoding.
+"""A storm of mixed requests against pairs of servers, every answer checked against plain decoding.
 
-    python benchmarks/soak.py --requests 1000            # the embedded pair, on a CPU
-    python benchmarks/soak.py --seconds 300 --concurrency 32 --script tests/gpu.sh  # on a GPU
+    python benchmarks/soak.py --requests 2000            # the embedded pair, on a CPU
+    python benchmarks/soak.py --seconds 240 --pairs 4 --script tests/gpu.sh \\
+        --concurrency 48 --max-running 32 --pool 4096 --chunk 512   # on a GPU
 
 Lengths from one token to two thousand, shared prefixes, streams, aborts at random moments, a KV
-pool so small that requests are retracted; greedy, seeded, penalised and grammar-bound. At the end:
-no wrong answer, no stuck request, every KV slot free, memory flat. Exit status 1 if any of it
-fails.
+pool so small that requests are retracted, and weight updates in between; greedy, seeded, penalised
+and grammar-bound. With --no-seeds there are sampled requests instead of seeded ones, which no
+other answer can be compared with: they must end as they were asked to. At the end: no wrong answer,
+no stuck request, every KV slot free, memory flat. Exit status 1 if any of it fails.
 
-Two tokens can be so close that the rounding of a differently shaped batch decides between them,
-with and without speculation. A differing answer counts as such a tie, and is reported, only if in
-fp64 the two tokens at the first difference are equal to within TIE; anything else is wrong.
+A tiny model is bound by the host: several pairs of servers, each with a storm of its own, fill a
+card. CUDA's MPS, if its daemon runs, spares them the switching between processes.
 """
 
 from __future__ import annotations
@@ -20,313 +21,377 @@ import contextlib
 import json
 import random
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import requests
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import systems
+from soak_requests import (
+    COMPARED,
+    KINDS,
+    TIE,
+    Answer,
+    Ask,
+    answer,
+    choose_kinds,
+    draw,
+    encode_questions,
+    flaw,
+    gap_at_first_difference,
+    write_other_weights,
+)
 
 from sglang_dflash.pairs import tiny_target
-from sglang_dflash.train.batches import encode_prompt
-from sglang_dflash.train.data import VOCAB_SIZE as VOCAB
-from sglang_dflash.train.data import sample_prompts
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "launch"))
 from server import Server  # noqa: E402
 
-# little more than the longest request, so that a few of them do not fit together
-POOL = 2200
-SERVER = (
-    "--context-length",
-    "2048",
-    "--chunked-prefill-size",
-    "64",
-    "--max-running-requests",
-    "16",
-)
+CONTEXT = "2048"
+PLAIN_POOL = "16384"
 # for seeds; on a GPU the verify attention is then SGLang's, not ours
 DETERMINISTIC = ("--enable-deterministic-inference",)
-SAMPLED = {"temperature": 1.4}
-KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    # always filtered: SGLang draws an unfiltered request with other noise when a filtered one is in
-    # its batch, so a seed gives another text beside another neighbour, with and without DFLASH
-    "seeded, top_k": SAMPLED | {"top_k": 40},
-    "seeded, top_k and top_p": SAMPLED | {"top_k": 12, "top_p": 0.9},
-    # one penalty: without overlap SGLang applies several in an order that varies
-    "penalised": {"temperature": 0.0, "frequency_penalty": 0.6},
-    "grammar": {"temperature": 0.0, "regex": "([a-z]{2,7} ){3,30}[a-z]+"},
-}
-REQUEST_TIMEOUT_S = 180
+UPDATE_TIMEOUT_S = 120
 # what Python, its allocator and the prefix tree may gain between the first third and the end
 MEMORY_SLACK_MB = 64
+MEMORY_SAMPLES = 12
 LONG_STORM = 500  # requests
-# of two log-probabilities: about ten times what fp32 leaves of a logit of the embedded target
-TIE = 1e-5
+LONG_STORM_S = 60
+# a server that died fails every request from then on
+MAX_FAILED = 20
 
 
-@dataclass(frozen=True)
-class Ask:
-    """One request of the storm."""
-
-    kind: str
-    body: dict[str, Any]
-    stream: bool
-    abort_after: int | None  # chunks; None to read to the end
+class Pair(NamedTuple):
+    plain: Server
+    dflash: Server
 
 
 @dataclass
 class Outcome:
-    asked: Counter[str] = field(default_factory=Counter)
-    differing: list[dict[str, Any]] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
+    """What came of one pair's storm; of a storm of several, all in all."""
+
+    requests: int = 0
+    by_kind: Counter[str] = field(default_factory=Counter)
     aborted: int = 0
     tokens: int = 0
+    prefix_hits: int = 0
+    retractions: int = 0
+    updates: int = 0
+    ties: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    # of each pair
+    memory_mb: list[list[int]] = field(default_factory=list)
+    free_kv_slots: list[int | None] = field(default_factory=list)
+    accept_length: list[float | None] = field(default_factory=list)
+    schedule: list[str] = field(default_factory=list)
+    verify_attention: list[str] = field(default_factory=list)
+
+    def add(self, other: Outcome) -> None:
+        """Count another pair's storm in."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
 
-def choose_kinds(options: argparse.Namespace) -> list[str]:
-    """Return the kinds of requests that can be compared with plain decoding."""
-    return [name for name, kind in KINDS.items() if options.seeds or not kind["temperature"]]
+class Storm:
+    """The storm of one pair, from a seed of its own."""
+
+    def __init__(
+        self, pair: Pair, options: argparse.Namespace, number: int, questions: list[list[int]]
+    ) -> None:
+        self.pair, self.options, self.number = pair, options, number
+        self.share = options.requests // options.pairs + (number < options.requests % options.pairs)
+        self.chance = random.Random(options.seed + number)
+        self.kinds = choose_kinds(seeds=options.seeds)
+        self.questions = questions
+        self.outcome = Outcome()
+        self.differing: list[dict[str, Any]] = []
+        self.memory: list[int] = []
+        self.lock = threading.Lock()
+
+    def run(self, other_weights: Path | None) -> Outcome:
+        """Storm, with the weights changed to and fro in between, and return what came of it."""
+        weights = (tiny_target(), other_weights)
+        self.began = time.monotonic()
+        parts = self.options.updates + 1
+        for part in range(parts):
+            if part:
+                self.update(weights[part % 2])
+            with ThreadPoolExecutor(self.options.concurrency) as pool:
+                workers = [
+                    pool.submit(self.work, (part + 1) / parts)
+                    for _ in range(self.options.concurrency)
+                ]
+            for worker in workers:
+                worker.result()
+            self.judge(weights[part % 2])
+        self.sample_memory()
+        self.outcome.memory_mb = [self.memory]
+        self.outcome.retractions = self.pair.dflash.log().count("Retract requests")
+        self.look_behind()
+        return self.outcome
+
+    def progress(self) -> float:
+        if self.options.seconds:
+            return (time.monotonic() - self.began) / self.options.seconds
+        return self.outcome.requests / self.share
+
+    def work(self, until: float) -> None:
+        """Send one request after another until the storm has come so far."""
+        while (ask := self.next_ask(until)) is not None:
+            self.check(ask)
+
+    def next_ask(self, until: float) -> Ask | None:
+        with self.lock:
+            progress = self.progress()
+            if progress >= until or len(self.outcome.failed) >= MAX_FAILED:
+                return None
+            if progress * MEMORY_SAMPLES >= len(self.memory) + 1:
+                self.sample_memory()
+            self.outcome.requests += 1
+            return draw(self.chance, self.kinds, self.questions)
+
+    def check(self, ask: Ask) -> None:
+        """Ask for an answer and compare it, or look at its end where it cannot be compared."""
+        expected = None
+        try:
+            if ask.is_compared:
+                expected = answer(self.pair.plain.url, ask, whole=True)
+            found = answer(self.pair.dflash.url, ask, whole=False)
+        except (requests.RequestException, ValueError) as error:
+            with self.lock:
+                self.outcome.failed.append(f"{ask.kind}: {error}")
+            return
+        with self.lock:
+            self.count(ask, found)
+            if expected is None:
+                if reason := flaw(ask, found):
+                    self.outcome.wrong.append(f"{ask.kind}: {reason}")
+                return
+            want = expected.tokens
+            if ask.abort_after is not None:
+                want = want[: len(found.tokens)]
+            if found.tokens != want:
+                self.differing.append({"ask": asdict(ask), "want": want, "got": found.tokens})
+
+    def count(self, ask: Ask, found: Answer) -> None:
+        self.outcome.by_kind[ask.kind] += 1
+        self.outcome.aborted += ask.abort_after is not None
+        self.outcome.tokens += len(found.tokens)
+        self.outcome.prefix_hits += found.cached > 0
+
+    def judge(self, weights: Path) -> None:
+        """Sort the answers that differed into ties under these weights and wrong ones."""
+        for found in self.differing:
+            gap = gap_at_first_difference(**found, weights=weights)
+            if gap < TIE:
+                self.outcome.ties.append(gap)
+            else:
+                self.outcome.wrong.append(json.dumps({"gap": gap, **found}))
+        self.differing = []
+
+    def update(self, weights: Path) -> None:
+        """Move both servers to other weights. Requests were waited for, aborts are waited for."""
+        try:
+            before = self.probe()
+            for server in self.pair:
+                update_weights(server, weights)
+            if self.probe() == before:
+                raise RuntimeError("no answer changed")
+            self.outcome.updates += 1
+        except (requests.RequestException, RuntimeError) as error:
+            self.outcome.failed.append(f"weight update: {error}")
+
+    def probe(self) -> list[list[int]]:
+        plain = self.pair.plain
+        answers = plain.generate_all(self.questions[:4], max_new_tokens=32, ignore_eos=True)
+        return [found["output_ids"] for found in answers]
+
+    def sample_memory(self) -> None:
+        self.memory.append(memory_mb(self.pair.dflash))
+        print(
+            f"pair {self.number}: {time.monotonic() - self.began:.0f} s, "
+            f"{self.outcome.requests} sent, {len(self.outcome.failed)} failed, "
+            f"{self.outcome.updates} updates, {self.memory[-1]} MB",
+            flush=True,
+        )
+
+    def look_behind(self) -> None:
+        """Note what the server still holds once nothing is asked of it, and how it ran."""
+        outcome, state = self.outcome, {}
+        try:
+            # without success the free slots tell
+            with contextlib.suppress(RuntimeError):
+                self.pair.dflash.flush_cache()
+            state = self.pair.dflash.state()["sglang_dflash"]
+        except requests.RequestException as error:
+            outcome.failed.append(f"{error}. The log ends:\n{self.pair.dflash.log()[-3000:]}")
+        outcome.free_kv_slots = [state.get("free_kv_slots")]
+        outcome.accept_length = [state.get("acceptance", {}).get("accept_length")]
+        outcome.schedule = [schedule_of(state)] if state else []
+        outcome.verify_attention = [state["verify_attention"]] if state else []
 
 
-def draw(chance: random.Random, kinds: list[str], questions: list[list[int]]) -> Ask:
-    """Make up a request: a question, which is drafted well, or noise, of which half begins like
-    other noise."""
-    kind = chance.choice(kinds)
-    length = chance.choice([1, 2, 7, 30, 63, 64, 65, 120, 250, 250, 700, 1800])
-    if chance.random() < 0.5:
-        prompt = chance.choice(questions)
-    elif chance.random() < 0.5:
-        shared = random.Random(chance.randrange(4))
-        prompt = [shared.randrange(5, VOCAB) for _ in range(length)]
-        prompt += [chance.randrange(5, VOCAB) for _ in range(chance.randrange(1, 9))]
-    else:
-        prompt = [chance.randrange(5, VOCAB) for _ in range(length)]
-    params = {
-        **KINDS[kind],
-        "max_new_tokens": chance.choice([1, 2, 15, 16, 17, 40, 90, 200]),
-        # after the end of a grammar's text SGLang would emit one stray token without speculation
-        "ignore_eos": kind != "grammar" and chance.random() < 0.5,
-    }
-    if params["temperature"] > 0:
-        params["sampling_seed"] = chance.randrange(1 << 40)
-    stream = chance.random() < 0.5
-    abort = stream and chance.random() < 0.4
-    return Ask(
-        kind=kind,
-        body={"input_ids": prompt, "sampling_params": params},
-        stream=stream,
-        abort_after=chance.randrange(1, 8) if abort else None,
-    )
-
-
-def answer(url: str, ask: Ask, *, whole: bool) -> list[int]:
-    """Return the tokens that came; `whole` ignores that the storm would hang up."""
-    body = {**ask.body, "stream": ask.stream and not whole}
+def update_weights(server: Server, weights: Path) -> None:
+    # SGLang ends where a request that was hung up on still runs at an update
+    server.flush_cache()
     response = requests.post(
-        f"{url}/generate", json=body, stream=body["stream"], timeout=REQUEST_TIMEOUT_S
+        f"{server.url}/update_weights_from_disk",
+        json={"model_path": str(weights)},
+        timeout=UPDATE_TIMEOUT_S,
     )
-    response.raise_for_status()
-    if not body["stream"]:
-        return response.json()["output_ids"]
-    found: list[int] = []
-    with response:
-        chunks = 0
-        for line in response.iter_lines():
-            if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
-                continue
-            # each chunk holds the answer so far
-            found = json.loads(line[5:])["output_ids"]
-            chunks += 1
-            if chunks == ask.abort_after:
-                break
-    return found
+    if not response.ok or not response.json()["success"]:
+        raise RuntimeError(f"HTTP {response.status_code}: {response.text}")
 
 
-def check(plain_url: str, url: str, ask: Ask, outcome: Outcome, lock: threading.Lock) -> None:
-    try:
-        expected = answer(plain_url, ask, whole=True)
-        found = answer(url, ask, whole=False)
-    except requests.RequestException as error:
-        with lock:
-            outcome.failed.append(f"{ask.kind}: {error}")
-        return
-    if ask.abort_after is not None:
-        expected = expected[: len(found)]
-    with lock:
-        outcome.asked[ask.kind] += 1
-        outcome.aborted += ask.abort_after is not None
-        outcome.tokens += len(found)
-        if found != expected:
-            outcome.differing.append({"ask": asdict(ask), "want": expected, "got": found})
+def schedule_of(state: dict[str, Any]) -> str:
+    """Return the name of a schedule in `server.SCHEDULES`."""
+    if state["plan_stream"]:
+        return "plan stream"
+    return "overlap" if state["overlap_schedule"] else "in turn"
 
 
-def gap_at_first_difference(ask: dict[str, Any], want: list[int], got: list[int]) -> float:
-    """Return how far apart the two tokens' log-probabilities are in fp64; infinite if one ended."""
-    k = next((k for k, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), None)
-    if k is None:
-        return float("inf")
-    target = AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.float64)
-    with torch.no_grad():
-        ids = torch.tensor([ask["body"]["input_ids"] + want[:k]])
-        logits = target(ids).logits[0, -1]
-    penalty = ask["body"]["sampling_params"].get("frequency_penalty", 0.0)
-    penalised = [
-        logits[token].item() - penalty * want[:k].count(token) for token in (want[k], got[k])
-    ]
-    return abs(penalised[0] - penalised[1])
+def memory_mb(server: Server) -> int:
+    total = 0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(server.pid)
+        for process in (parent, *parent.children(recursive=True)):
+            total += process.memory_info().rss
+    return round(total / 2**20)
 
 
-def encode_questions() -> list[list[int]]:
-    """Return questions that the embedded pair can answer, as token ids."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_target())
-    return [
-        encode_prompt(tokenizer, [{"role": "user", "content": text}])
-        for text in sample_prompts(60, seed=3)
-    ]
-
-
-def memory_mb(server: Server) -> float:
-    parent = psutil.Process(server.pid)
-    family = [parent, *parent.children(recursive=True)]
-    return sum(process.memory_info().rss for process in family) / 2**20
-
-
-def warm_up(kinds: list[str], *servers: Server) -> None:
-    """Ask for one answer of each kind, so that nothing is compiled while requests wait."""
-    for server in servers:
-        for kind in (KINDS[name] for name in kinds):
-            params = {**kind, **({"sampling_seed": 1} if kind["temperature"] else {})}
-            server.generate([5, 6, 7], max_new_tokens=8, **params)
-            server.generate_all([[5, 6, 7]] * 4, max_new_tokens=8, **params)
-
-
-def storm(plain: Server, dflash: Server, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the storm and return what came of it."""
-    chance = random.Random(options.seed)
-    questions, kinds = encode_questions(), choose_kinds(options)
-    outcome, lock = Outcome(), threading.Lock()
-    began = time.monotonic()
-    memory: list[float] = []
-
-    def over(sent: int) -> bool:
-        if options.seconds:
-            return time.monotonic() - began > options.seconds
-        return sent >= options.requests
-
-    with ThreadPoolExecutor(options.concurrency) as pool:
-        waiting: list[Any] = []
-        sent = 0
-        while not over(sent):
-            waiting = [future for future in waiting if not future.done()]
-            if len(waiting) >= options.concurrency:
-                time.sleep(0.01)
-                continue
-            ask = draw(chance, kinds, questions)
-            waiting.append(pool.submit(check, plain.url, dflash.url, ask, outcome, lock))
-            sent += 1
-            if sent % 50 == 0:
-                memory.append(memory_mb(dflash))
-                print(
-                    f"{sent} sent, {len(outcome.differing)} differ, {memory[-1]:.0f} MB", flush=True
-                )
-    memory.append(memory_mb(dflash))
-    gaps = [gap_at_first_difference(**found) for found in outcome.differing]
-    judged = list(zip(outcome.differing, gaps, strict=True))
-    return {
-        "requests": sent,
-        "seconds": round(time.monotonic() - began, 1),
-        "by_kind": dict(outcome.asked),
-        "aborted": outcome.aborted,
-        "tokens": outcome.tokens,
-        "retractions": dflash.log().count("Retract requests"),
-        "ties": [gap for gap in gaps if gap < TIE],
-        "wrong": [json.dumps(found) for found, gap in judged if gap >= TIE],
-        "failed": outcome.failed,
-        "memory_mb": [round(value) for value in memory],
-        "verify_attention": dflash.state()["sglang_dflash"]["verify_attention"],
-        **leftovers(dflash),
-    }
-
-
-def leftovers(server: Server) -> dict[str, Any]:
-    """Return what the server still holds once nothing is asked of it."""
-    # without success the free slots tell
-    with contextlib.suppress(RuntimeError):
-        server.flush_cache()
-    state = server.state()["sglang_dflash"]
-    return {
-        "free_kv_slots": state["free_kv_slots"],
-        "accept_length": state["acceptance"]["accept_length"],
-    }
+def warm_up(pair: Pair, kinds: list[str]) -> None:
+    """Ask for answers of each kind, so that nothing is compiled while requests wait."""
+    for name in kinds:
+        compared = name in COMPARED
+        seed = {"sampling_seed": 1} if compared and KINDS[name]["temperature"] else {}
+        for server in pair if compared else (pair.dflash,):
+            server.generate([5, 6, 7], max_new_tokens=8, **KINDS[name], **seed)
+            server.generate_all([[5, 6, 7]] * 4, max_new_tokens=8, **KINDS[name], **seed)
 
 
 def faults(report: dict[str, Any]) -> list[str]:
     """Return everything that is not as it must be."""
-    memory = report["memory_mb"]
-    growth = memory[-1] - memory[len(memory) // 3]
+    growth = [memory[-1] - memory[len(memory) // 3] for memory in report["memory_mb"]]
+    answered = sum(report["by_kind"].values()) + len(report["failed"])
+    is_long = report["requests"] >= LONG_STORM
+    slots, pool = report["free_kv_slots"], report["pool"]
     found = {
         f"{len(report['wrong'])} wrong answers: {report['wrong'][:3]}": report["wrong"],
-        f"{len(report['failed'])} requests failed: {report['failed'][:3]}": report["failed"],
-        f"{report['free_kv_slots']} of {POOL} KV slots are free": report["free_kv_slots"] != POOL,
+        f"{len(report['failed'])} failed: {report['failed'][:3]}": report["failed"],
+        f"{answered} answers to {report['requests']} requests": answered < report["requests"],
+        f"{slots} of {pool} KV slots are free": any(free != pool for free in slots),
         # a matter of timing; a short storm may do without
-        "no request was retracted: the pool is too large": (
-            report["requests"] >= LONG_STORM and not report["retractions"]
-        ),
-        f"memory grew by {growth} MB": growth > MEMORY_SLACK_MB,
+        "no request was retracted: the pool is too large": is_long and not report["retractions"],
+        "no request began like another": is_long and not report["prefix_hits"],
+        f"memory grew by {growth} MB": any(mb > MEMORY_SLACK_MB for mb in growth),
     }
     return [what for what, is_so in found.items() if is_so]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--requests", type=int, default=1000, help="of all pairs together")
     parser.add_argument("--seconds", type=float, default=0, help="run this long instead")
-    parser.add_argument("--concurrency", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pairs", type=int, default=1, help="of servers, each with its own storm")
+    parser.add_argument("--concurrency", type=int, default=12, help="requests at once, of a pair")
+    parser.add_argument("--updates", type=int, help="of the weights; 2 in a long storm, or none")
+    parser.add_argument("--seed", type=int, default=0, help="the first pair's; the next has 1 more")
     parser.add_argument(
         "--no-seeds",
         dest="seeds",
         action="store_false",
         help="no seeded requests, and so no deterministic mode, which has its own verify attention",
     )
+    # little more than the longest request, so that a few of them do not fit together
+    parser.add_argument("--pool", type=int, default=2200, help="KV slots of a DFLASH server")
+    parser.add_argument("--chunk", type=int, default=64, help="tokens of a prefill")
+    parser.add_argument("--max-running", type=int, default=16, help="requests that a server runs")
     parser.add_argument("--script", type=Path, help="starts a server; launch/cpu.sh if not given")
-    parser.add_argument("--out", type=Path, help="write the report as JSON")
-    return parser.parse_args(arguments)
+    systems.add_result_options(parser, picture=False)
+    options = parser.parse_args(arguments)
+    if options.updates is None:
+        is_long = options.seconds >= LONG_STORM_S or options.requests >= LONG_STORM
+        options.updates = 2 if is_long else 0
+    if options.pairs < 1 or options.requests < options.pairs:
+        parser.error(f"--requests {options.requests} do not give each of {options.pairs} pairs one")
+    return options
+
+
+def start(options: argparse.Namespace) -> Pair:
+    """Start a pair without waiting for it."""
+    common = ("--context-length", CONTEXT, "--chunked-prefill-size", str(options.chunk))
+    common += ("--max-running-requests", str(options.max_running))
+    # on a GPU every batch is run by a graph
+    common += ("--cuda-graph-max-bs", str(options.max_running))
+    common += DETERMINISTIC if options.seeds else ()
+    return Pair(
+        plain=Server(*common, "--max-total-tokens", PLAIN_POOL, plain=True),
+        dflash=Server(*common, "--max-total-tokens", str(options.pool)),
+    )
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Start both servers, let the storm loose, and return its report."""
+    """Start all servers, let the storms loose, and return their report."""
     if options.script:
         Server.script = options.script.resolve()
-    common = SERVER + (DETERMINISTIC if options.seeds else ())
-    plain = Server(*common, "--max-total-tokens", "16384", plain=True)
-    dflash = Server(*common, "--max-total-tokens", str(POOL))
-    try:
-        plain.wait()
-        dflash.wait()
-        warm_up(choose_kinds(options), plain, dflash)
-        return storm(plain, dflash, options)
-    finally:
-        plain.stop()
-        dflash.stop()
+    pairs: list[Pair] = []
+    with tempfile.TemporaryDirectory() as folder:
+        other_weights = write_other_weights(Path(folder)) if options.updates else None
+        try:
+            pairs += (start(options) for _ in range(options.pairs))
+            questions = encode_questions()
+            for pair in pairs:
+                for server in pair:
+                    server.wait()
+            total = Outcome()
+            with ThreadPoolExecutor(options.pairs) as pool:
+                kinds = choose_kinds(seeds=options.seeds)
+                list(pool.map(lambda pair: warm_up(pair, kinds), pairs))
+                began = time.monotonic()
+                storms = [Storm(pair, options, i, questions) for i, pair in enumerate(pairs)]
+                for outcome in pool.map(lambda storm: storm.run(other_weights), storms):
+                    total.add(outcome)
+        finally:
+            for number, pair in enumerate(pairs):
+                for name, server in pair._asdict().items():
+                    systems.stop_server(server, options.logs, f"{name}-{number}")
+    settings = ("pairs", "concurrency", "max_running", "pool", "chunk", "seeds")
+    return {
+        **{name: getattr(options, name) for name in settings},
+        "seconds": round(time.monotonic() - began, 1),
+        **vars(total),
+        "schedule": sorted(set(total.schedule)),
+        "verify_attention": sorted(set(total.verify_attention)),
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """Return what counts, as Markdown."""
+    lines = ["| | |", "|---|---|"]
+    lines += [f"| {kind} | {number} |" for kind, number in report["by_kind"].items()]
+    names = ("requests", "seconds", "aborted", "prefix_hits", "retractions", "updates", "tokens")
+    lines += [f"| {name.replace('_', ' ')} | {report[name]} |" for name in names]
+    lines += [f"| {name} | {len(report[name])} |" for name in ("ties", "wrong", "failed")]
+    lines += [f"| schedule | {', '.join(report['schedule'])} |"]
+    return "\n".join(lines)
 
 
 def main() -> None:
     options = parse()
-    report = run(options)
+    report = {**systems.provenance(options.commit), **run(options)}
+    shown = table(report)
     if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
-    shown = {key: value for key, value in report.items() if key not in ("wrong", "failed")}
-    print(json.dumps(shown, indent=1))
+        systems.write(report, options.out, shown)
+    print(shown)
+    print(json.dumps({name: report[name] for name in ("memory_mb", "free_kv_slots", "ties")}))
     problems = faults(report)
     for problem in problems:
         print(f"FAULT: {problem}")

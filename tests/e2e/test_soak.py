@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import soak
+import soak_requests
+import torch
+from soak_requests import Answer, Ask, flaw, gap_at_first_difference, seeded_race
+from transformers import AutoModelForCausalLM
 
 from server import SCHEDULES
+from sglang_dflash.pairs import tiny_target
 
 
 def test_a_storm_of_mixed_requests_leaves_nothing_wrong_and_nothing_behind(
@@ -16,12 +24,91 @@ def test_a_storm_of_mixed_requests_leaves_nothing_wrong_and_nothing_behind(
         monkeypatch.setenv(name, value)
     report = soak.run(soak.parse(["--requests", "90"]))
     assert soak.faults(report) == []
-    assert set(report["by_kind"]) == set(soak.KINDS)
-    assert report["aborted"] > 4
+    assert set(report["by_kind"]) == set(soak_requests.COMPARED)
+    assert report["schedule"] == ["plan stream"]
+    assert report["aborted"] > 4 and report["prefix_hits"] > 4
+
+
+def fp64_logits(ids: list[int], weights: Path) -> torch.Tensor:
+    with torch.no_grad():
+        target = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float64)
+        return target(torch.tensor([ids])).logits[0, -1]
 
 
 def test_only_tokens_that_are_equal_in_fp64_count_as_a_tie() -> None:
     """Otherwise the storm would excuse wrong answers."""
     ask = {"body": {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0.0}}}
-    assert soak.gap_at_first_difference(ask, [8, 9, 10], [8, 11, 10]) > soak.TIE
-    assert soak.gap_at_first_difference(ask, [8, 9], [8]) == float("inf")
+    weights = tiny_target()
+    assert gap_at_first_difference(ask, [8, 9, 10], [8, 11, 10], weights=weights) > soak.TIE
+    assert gap_at_first_difference(ask, [8, 9], [8], weights=weights) == float("inf")
+
+
+def test_a_tie_is_looked_for_under_the_weights_that_were_in_force(tmp_path: Path) -> None:
+    """After an update, a wrong answer could be a tie of the old weights."""
+    other = soak_requests.write_other_weights(tmp_path)
+    ask = {"body": {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0.0}}}
+    for weights in (tiny_target(), other):
+        logits = fp64_logits([5, 6, 7, 8], weights)
+        gap = gap_at_first_difference(ask, [8, 9], [8, 11], weights=weights)
+        assert gap == pytest.approx(abs(logits[9] - logits[11]).item())
+    assert not torch.equal(
+        fp64_logits([5, 6, 7], other).argsort(), fp64_logits([5, 6, 7], tiny_target()).argsort()
+    )
+
+
+def test_a_seeded_draw_is_judged_with_the_noise_of_its_seed() -> None:
+    """A server drew these twelve tokens; with other noise, close draws would be called wrong."""
+    prompt = [5, 6, 7]
+    drawn = [350, 781, 17, 346, 17, 308, 299, 290, 669, 262, 15, 338]
+    params = {"temperature": 1.4, "top_k": 40, "sampling_seed": 11}
+    for k, token in enumerate(drawn):
+        ids = prompt + drawn[:k]
+        race = seeded_race(fp64_logits(ids, tiny_target()), params, position=len(ids) - 1)
+        assert race.argmax() == token
+    ask = {"body": {"input_ids": prompt, "sampling_params": params}}
+    # by far the closest second in the race above, and not close in their logits
+    gap = gap_at_first_difference(ask, drawn[:6], [*drawn[:5], 844], weights=tiny_target())
+    assert gap == pytest.approx(0.082, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finish", "options", "found"),
+    [
+        ([7, 8, 9], {"type": "length"}, {}, None),
+        ([7, 2], {"type": "stop"}, {}, None),
+        ([7, 8], None, {"abort_after": 2}, None),
+        ([7, 8], None, {}, "never ended"),
+        ([7, 8], {"type": "length"}, {}, "after 2 tokens"),
+        ([7, 8], {"type": "abort"}, {}, "after 2 tokens"),
+        ([7, 8, 9, 10], {"type": "length"}, {}, "4 tokens, asked for 3"),
+        ([7, 2, 9], {"type": "length"}, {}, "went on after the end"),
+        ([7, 2, 9], {"type": "length"}, {"ignore_eos": True}, None),
+        ([7, 2], {"type": "stop"}, {"ignore_eos": True}, "after 2 tokens"),
+        ([7, 1024, 9], {"type": "length"}, {}, "outside the vocabulary"),
+    ],
+)
+def test_a_sampled_answer_must_end_as_asked(
+    tokens: list[int], finish: dict[str, Any] | None, options: dict[str, Any], found: str | None
+) -> None:
+    """There is no other answer to compare it with."""
+    params = {"max_new_tokens": 3, "ignore_eos": options.get("ignore_eos", False)}
+    ask = Ask("sampled", {"sampling_params": params}, True, options.get("abort_after"))
+    reason = flaw(ask, Answer(tokens, finish, cached=0))
+    assert reason is None if found is None else reason is not None and found in reason
+
+
+def test_what_one_pair_lacks_is_not_made_up_for_by_another() -> None:
+    """A leak in one of several servers would be hidden by a sum."""
+    fine = {"memory_mb": [[100] * 6], "free_kv_slots": [2200], "requests": 4}
+    leaky = {"memory_mb": [[100, 100, 100, 190, 200, 210]], "free_kv_slots": [2199], "requests": 4}
+    total = soak.Outcome()
+    for part in (fine, leaky):
+        total.add(soak.Outcome(**part, by_kind=soak.Counter(greedy=4)))
+    assert total.by_kind == {"greedy": 8} and total.requests == 8
+    found = soak.faults({**vars(total), "pool": 2200})
+    assert found == ["[2200, 2199] of 2200 KV slots are free", "memory grew by [0, 110] MB"]
+
+
+def test_an_answer_that_never_came_is_a_fault() -> None:
+    report = {**vars(soak.Outcome(requests=3, by_kind=soak.Counter(greedy=2))), "pool": 1}
+    assert soak.faults(report) == ["2 answers to 3 requests"]
