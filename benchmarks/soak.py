@@ -1,8 +1,8 @@
 """A storm of mixed requests against pairs of servers, every answer checked against plain decoding.
 
-    python benchmarks/soak.py --requests 2000            # the embedded pair, on a CPU
+    python benchmarks/soak.py --requests 2000 --concurrency 24    # the embedded pair, on a CPU
     python benchmarks/soak.py --seconds 240 --pairs 4 --script tests/gpu.sh \\
-        --concurrency 48 --max-running 32 --pool 4096 --chunk 512   # on a GPU
+        --concurrency 48 --max-running 32 --pool 3000 --chunk 512    # on a GPU
 
 Lengths from one token to two thousand, shared prefixes, streams, aborts at random moments, a KV
 pool so small that requests are retracted, and weight updates in between; greedy, seeded, penalised
@@ -64,6 +64,8 @@ MEMORY_SLACK_MB = 64
 MEMORY_SAMPLES = 12
 LONG_STORM = 500  # requests
 LONG_STORM_S = 60
+# transformers changes torch's defaults while it loads a model, for every thread
+LOADING = threading.Lock()
 # a server that died fails every request from then on
 MAX_FAILED = 20
 
@@ -190,7 +192,8 @@ class Storm:
     def judge(self, weights: Path) -> None:
         """Sort the answers that differed into ties under these weights and wrong ones."""
         for found in self.differing:
-            gap = gap_at_first_difference(**found, weights=weights)
+            with LOADING:
+                gap = gap_at_first_difference(**found, weights=weights)
             if gap < TIE:
                 self.outcome.ties.append(gap)
             else:
