@@ -119,8 +119,8 @@ def sample_rows(
     """Return a draw from each row, capped first; [n] int64.
 
     A token is kept while fewer than top_k tokens are likelier and while those hold less than top_p
-    of the whole. Of what is kept the highest is taken after noise, or the first of the highest
-    where a request has none.
+    of the whole, so that all which equal the k-th remain, however many. Of what is kept the
+    highest is taken after noise, or the first of the highest where a request has none.
     """
     per_request = logits.shape[0] // temperatures.shape[0]
     temperatures, top_ks, top_ps = (

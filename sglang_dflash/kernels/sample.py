@@ -5,11 +5,13 @@ each and then filters them in several more. Here one pass takes the cap, the tem
 on the fly, and the highest number in each of BLOCK lanes. The k-th highest of these is reached by k
 numbers at least, and by few more, for the likeliest tokens seldom share a lane; a second pass
 gathers what reaches it. Should that be too many, the k-th number of the whole row is searched for
-bit by bit, a pass each. A second kernel applies both filters to the few, and draws by noise.
+bit by bit, a pass each, and what is above it gathered: fewer than k. A second kernel applies both
+filters to the few, and draws by noise.
 
 The filters are those of plain decoding: a token is kept while fewer than k tokens are likelier, and
-while those hold less than top_p of the whole. Equal tokens are kept or dropped together; of more
-than CANDIDATES the first by index remain.
+while those hold less than top_p of the whole. Equal tokens are kept or dropped together, however
+many equal the k-th: only the one of them with the most noise can be drawn, so where they are too
+many that one stands for all.
 
 Layout contract: logits [n, V] in bf16, fp16 or fp32, adjacent columns, as many rows for each of the
 requests; top_k at most MAX_TOP_K. NaN is never drawn.
@@ -29,7 +31,7 @@ from sglang_dflash.kernels.noise import gumbel
 
 BLOCK = 4096
 STAGES = 4  # blocks asked for ahead
-# twice MAX_TOP_K, which leaves room for tokens that equal the k-th
+# twice MAX_TOP_K: seldom do more reach the k-th of the lanes
 CANDIDATES = 256
 PAIRS = 32  # candidates compared with all others at a time
 
@@ -117,8 +119,45 @@ def _gather_from(
 
 # fmt: off
 @triton.jit
+def _gather_above(
+    kth, logits, values, indices, width, temperature, key, is_drawn,
+    BITS: tl.constexpr, LOGIT_CAP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):
+    # fmt: on
+    """Store the numbers above the k-th, and behind them the one of its equals that wins if any
+    does; return how many are stored."""
+    gathered = 0
+    reached, value, at = float("-inf"), float("-inf"), 0
+    for start in tl.range(0, width, BLOCK, num_stages=STAGES):
+        column, raw, order = _load(logits, start, width, BITS, BLOCK)
+        x = capped(raw, LOGIT_CAP) / temperature
+        above = (order > kth).to(tl.int32)
+        here = tl.sum(above, 0)
+        if here > 0:
+            to = gathered + tl.cumsum(above, 0) - 1
+            tl.store(values + to, x, mask=above > 0)
+            tl.store(indices + to, column, mask=above > 0)
+            gathered += here
+        noisy = x
+        if is_drawn:
+            noisy += gumbel(key, column)
+        noisy = tl.where(order == kth, noisy, float("-inf"))
+        most = tl.max(noisy, 0)
+        # the first of equals stays
+        if most > reached:
+            reached = most
+            value = tl.max(tl.where(order == kth, x, float("-inf")), 0)
+            at = tl.min(tl.where(noisy == most, column, width), 0)
+    tl.store(values + gathered, value)
+    tl.store(indices + gathered, at)
+    return gathered + 1
+
+
+# fmt: off
+@triton.jit
 def _gather(
-    logits, temperatures, top_ks, values, indices, peaks, sums, row_stride, width, per_request,
+    logits, temperatures, top_ks, values, indices, peaks, sums, keys, scales,
+    row_stride, key_stride, width, per_request,
     BITS: tl.constexpr, LOGIT_CAP: tl.constexpr, CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
@@ -153,10 +192,14 @@ def _gather(
         BITS, LOGIT_CAP, CANDIDATES, BLOCK, STAGES,
     )
     if gathered > CANDIDATES:
-        threshold = _kth_of_row(logits, width, wanted, BITS, BLOCK, STAGES)
-        gathered = _gather_from(
-            threshold, logits, values, indices, width, temperature,
-            BITS, LOGIT_CAP, CANDIDATES, BLOCK, STAGES,
+        kth = _kth_of_row(logits, width, wanted, BITS, BLOCK, STAGES)
+        key = tl.load(keys + request * key_stride + row % per_request)
+        is_drawn = tl.load(scales + request) > 0
+        gathered = _gather_above(
+            kth, logits, values, indices, width, temperature, key, is_drawn,
+            # with whole blocks their noise would take more registers than all else, and room from
+            # rows that never come here
+            BITS, LOGIT_CAP, BLOCK // 4, STAGES,
         )
     slot = tl.arange(0, CANDIDATES)
     tl.store(values + slot, float("-inf"), mask=slot >= gathered)
@@ -190,9 +233,10 @@ def _draw(
     if tl.load(scales + request) > 0:
         x += gumbel(key, index)
     x = tl.where(kept, x, float("-inf"))
-    # the candidates are in the order of the vocabulary: the first of equals
-    first = tl.min(tl.where(kept & (x == tl.max(x, 0)), slot, CANDIDATES), 0)
-    tl.store(out + row, tl.sum(tl.where(slot == first, index, 0), 0).to(tl.int64))
+    # the first of equals in the vocabulary; 0 where none is kept
+    highest = x == tl.max(x, 0)
+    first = tl.min(tl.where(highest, index, 0x7FFFFFFF), 0)
+    tl.store(out + row, first.to(tl.int64))
 
 
 # fmt: off
@@ -210,8 +254,8 @@ def sample_rows(
     peaks, sums = torch.empty(2, rows, dtype=torch.float32, device=device)
     out = torch.empty(rows, dtype=torch.int64, device=device)
     _gather[(rows,)](
-        *(logits, temperatures, top_ks, values, indices, peaks, sums),
-        *(logits.stride(0), width, per_request),
+        *(logits, temperatures, top_ks, values, indices, peaks, sums, *noise),
+        *(logits.stride(0), noise.keys.stride(0), width, per_request),
         BITS=8 * logits.element_size(),
         LOGIT_CAP=logit_cap,
         CANDIDATES=CANDIDATES,

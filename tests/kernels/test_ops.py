@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
@@ -198,6 +200,47 @@ def test_likely_tokens_that_share_a_lane_are_all_seen(
         noise = make_noise(3.0, 5.0)
         found = TRITON.sample_rows(logits, noise, **filters)
         assert_same(found, TORCH.sample_rows(logits, noise, **filters))
+
+
+@runs_kernel
+@pytest.mark.parametrize(
+    ("likely", "rest", "top_k"),
+    [
+        # the k-th falls into a tail of equals
+        ((100, 1.0), -20.0, 128),
+        ((100, 1.0), float("-inf"), 128),
+        # more equals at the k-th than there are candidates; in the last case they are the likeliest
+        ((260, 10.0), -3.0, 64),
+        ((3000, 30.0), -3.0, 1),
+        ((140, 10.0), -3.0, 128),
+        ((200, 10.0), -3.0, 64),
+    ],
+    ids=["tail", "masked tail", "beyond candidates", "likeliest", "within, 128", "within, 64"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_likelier_tokens_remain_however_many_equal_the_kth(
+    likely: tuple[int, float], rest: float, top_k: int, dtype: torch.dtype
+) -> None:
+    """If this broke, a token with nearly all of the mass would never be drawn."""
+    width, (count, value) = 6000, likely
+    logits = torch.full((4, width), rest, device=DEVICE)
+    logits[:, width // 2 : width // 2 + count] = value
+    # behind all its rivals: sure in the first request, as likely as all of these in the second
+    peak = width - 5
+    logits[:2, peak] = 30.0
+    logits[2:, peak] = value + math.log(count)
+    logits = logits.to(dtype)
+    filters = {
+        "temperatures": torch.tensor([0.9, 1.1], device=DEVICE),
+        "top_ks": torch.full((2,), top_k, device=DEVICE),
+        "top_ps": torch.tensor([0.99, 1.0], device=DEVICE),
+    }
+    for scales in ((0.9, 1.1), (0.0, 0.0)):
+        noise = make_noise(*scales)
+        found = TRITON.sample_rows(logits, noise, **filters)
+        assert_same(found, TORCH.sample_rows(logits, noise, **filters))
+        if value < 30:
+            assert found[:2].tolist() == [peak, peak]
 
 
 @runs_kernel
