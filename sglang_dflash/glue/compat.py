@@ -11,45 +11,24 @@ from typing import Any
 
 from sglang_dflash.glue.contract import Symbol
 
+# the server arguments that we read or set
+SERVER_ARGS = """
+    device pp_size page_size disaggregation_mode enable_mixed_chunk max_running_requests
+    disable_overlap_schedule speculative_draft_model_path speculative_draft_model_revision
+    speculative_num_draft_tokens speculative_num_steps speculative_eagle_topk
+    speculative_dflash_block_size speculative_draft_window_size
+    speculative_draft_attention_backend speculative_draft_model_quantization
+    speculative_accept_threshold_single speculative_accept_threshold_acc
+    json_model_override_args trust_remote_code skip_tokenizer_init sampling_backend
+    cuda_graph_max_bs_decode disable_prefill_cuda_graph enable_torch_compile enable_pdmux
+    dcp_size enable_hierarchical_cache enable_memory_saver
+"""
+
 SYMBOLS: dict[str, Symbol] = {
     # plug-in and arguments
     "HookRegistry": Symbol("srt.plugins.hook_registry", "HookRegistry"),
     "HookType": Symbol("srt.plugins.hook_registry", "HookType"),
-    "ServerArgs": Symbol(
-        "srt.server_args",
-        "ServerArgs",
-        (
-            "device",
-            "pp_size",
-            "page_size",
-            "disaggregation_mode",
-            "enable_mixed_chunk",
-            "max_running_requests",
-            "disable_overlap_schedule",
-            "speculative_draft_model_path",
-            "speculative_draft_model_revision",
-            "speculative_num_draft_tokens",
-            "speculative_num_steps",
-            "speculative_eagle_topk",
-            "speculative_dflash_block_size",
-            "speculative_draft_window_size",
-            "speculative_draft_attention_backend",
-            "speculative_draft_model_quantization",
-            "speculative_accept_threshold_single",
-            "speculative_accept_threshold_acc",
-            "json_model_override_args",
-            "trust_remote_code",
-            "skip_tokenizer_init",
-            "sampling_backend",
-            "cuda_graph_max_bs_decode",
-            "disable_prefill_cuda_graph",
-            "enable_torch_compile",
-            "enable_pdmux",
-            "dcp_size",
-            "enable_hierarchical_cache",
-            "enable_memory_saver",
-        ),
-    ),
+    "ServerArgs": Symbol("srt.server_args", "ServerArgs", tuple(SERVER_ARGS.split())),
     "Engine": Symbol("srt.entrypoints.engine", "Engine"),
     "resolved_view": Symbol("srt.arg_groups.overrides", "resolved_view"),
     "attention_backends_of": Symbol("srt.arg_groups.overrides", "attention_backends_of"),
