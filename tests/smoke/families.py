@@ -31,8 +31,13 @@ SMALL_GEMMA: dict[str, Any] = {
     "num_global_key_value_heads": 2,
     "vocab_size_per_layer_input": 2048,
 }
-# few and narrow: in plain torch they are computed one after another
-FEW_EXPERTS: dict[str, Any] = {
+# in fp32: less than the real ones of what has nothing to do with heads, so that all families fit
+# on a card together. Experts in plain torch are computed one after another
+FP32: dict[str, Any] = {
+    "vocab_size": 32768,
+    "vocab_size_per_layer_input": 32768,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
     "num_experts": 8,
     "top_k_experts": 2,
     "num_experts_per_tok": 2,
@@ -74,18 +79,18 @@ class Family:
     def has_experts(self) -> bool:
         return self.name.endswith("moe")
 
-    def write_target(self, folder: Path, *, small: bool = False, few_experts: bool = False) -> Path:
+    def write_target(self, folder: Path, *, fp32: bool, small: bool = False) -> Path:
         """Write the target's config and return its folder."""
         config = {**(self.own or _read(self.shapes)), "num_hidden_layers": NUM_LAYERS}
         if self.is_gemma:
             config["layer_types"] = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
-        if self.has_experts and few_experts:
-            config |= {key: value for key, value in FEW_EXPERTS.items() if key in config}
+        if fp32:
+            config |= {key: value for key, value in FP32.items() if key in config}
         if small:
             config |= SMALL | (SMALL_GEMMA if self.is_gemma else {})
         return _write(config, folder)
 
-    def write_drafter(self, folder: Path, *, small: bool = False) -> Path:
+    def write_drafter(self, folder: Path, *, fp32: bool, small: bool = False) -> Path:
         """Write the config of a drafter that fits the target, and return its folder."""
         target = self.own or _read(self.shapes)
         config = _read(f"{self.shapes}-draft")
@@ -95,12 +100,11 @@ class Family:
             "max_window_layers": DRAFT_LAYERS,
             "num_target_layers": NUM_LAYERS,
             "hidden_size": target["hidden_size"],
-            "vocab_size": target["vocab_size"],
-            "dflash_config": config["dflash_config"] | {"target_layer_ids": FEATURE_LAYERS},
+            "vocab_size": FP32["vocab_size"] if fp32 else target["vocab_size"],
+            "dflash_config": {"mask_token_id": 3, "target_layer_ids": FEATURE_LAYERS},
         }
         if small:
             config |= SMALL
-            config["dflash_config"]["mask_token_id"] = 3
         return _write(config, folder)
 
 

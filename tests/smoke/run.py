@@ -6,8 +6,8 @@
 Each family is served at its real head shapes with few layers and random weights, three servers at a
 time: plain decoding and DFLASH in fp32 (Triton drafts), whose answers must be equal token for
 token, and DFLASH by launch/serve.sh in bf16 (fa4 drafts). CUDA graphs, overlap scheduling and the
-plan stream are on (no graphs for experts in fp32, of which there are few); more requests run at
-once than the largest graph holds. Then the 31B recipe
+plan stream are on (no graphs for experts in fp32, of which there are few, and the vocabulary is
+short there); more requests run at once than the largest graph holds. Then the 31B recipe
 starts at its full size, answers an OpenAI client, and its step is timed.
 
 Writes what passed, seconds, versions and the commit to benchmarks/results/smoke-h200.json (the name
@@ -60,8 +60,8 @@ class Deployed(Server):
 
 def start(family: Family, folder: Path, *, small: bool) -> dict[str, Server]:
     """Start a family's servers, all at once; they are not ready yet."""
-    target = family.write_target(folder / "target", small=small, few_experts=True)
-    drafter = family.write_drafter(folder / "drafter", small=small)
+    target = family.write_target(folder / "target-fp32", fp32=True, small=small)
+    drafter = family.write_drafter(folder / "drafter-fp32", fp32=True, small=small)
     common = ["--load-format", "dummy", "--tokenizer-path", str(tiny_target())]
     common += ["--max-total-tokens", "16384", "--max-running-requests", "16"]
     common += ["--mem-fraction-static", "0.9", "--chunked-prefill-size", "128"]
@@ -83,8 +83,8 @@ def start(family: Family, folder: Path, *, small: bool) -> dict[str, Server]:
     }
     if not small:
         found["deployed"] = Deployed(
-            str(family.write_target(folder / "deployed-target")),
-            str(drafter),
+            str(family.write_target(folder / "target", fp32=False)),
+            str(family.write_drafter(folder / "drafter", fp32=False)),
             *common,
             *graphs,
             env=env | {"SCRIPT_FOLDER": str(script_folder(folder, "deployed"))},
@@ -177,7 +177,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     names = [family.name for family in FAMILIES]
     parser.add_argument("--families", nargs="*", choices=names, default=names)
-    parser.add_argument("--at-once", type=int, default=4, help="families on the card together")
+    parser.add_argument("--at-once", type=int, default=6, help="families on the card together")
     parser.add_argument("--no-recipe", action="store_true", help="leave the full-sized 31B out")
     parser.add_argument("--commit", help="to record where the tree is a copy without its history")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/smoke-CARD.json")
