@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 # what decides the data or the weights: a run that continues another must agree in these
 FIXED = (
@@ -34,6 +35,25 @@ SHAPE = {
     "mask_token_id": None,
     "sliding_window": 0,
 }
+
+# what is chosen by the device unless asked for: on a GPU, and on a CPU, where the tiny target has a
+# first drafter in minutes
+BY_DEVICE = {
+    "max_new_tokens": (512, 128),
+    "max_length": (1024, 256),
+    "tokens_per_batch": (32768, 512),
+    "anchors": (96, 24),
+    "optimizer": ("muon", "adamw"),
+    "steps": (3000, 600),
+    "held_out": (64, 16),
+    "evaluate_prompts": (16, 8),
+    "evaluate_tokens": (256, 64),
+}
+
+
+def _default(name: str) -> str:
+    gpu, cpu = BY_DEVICE[name]
+    return f"default {gpu}, on a CPU {cpu}"
 
 
 def add_train_options(parser: argparse.ArgumentParser) -> None:
@@ -66,8 +86,12 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
     add("--attention-backend", default="triton", help="of the SGLang engine")
     add("--engine-rows", type=int, default=512, help="prompts that the engine answers at once")
     add("--answers-per-prompt", type=int, default=1, help="all but the first are sampled")
-    add("--max-new-tokens", type=int, default=512)
-    add("--max-length", type=int, default=1024, help="of prompt and answer together, in tokens")
+    add("--max-new-tokens", type=int, help=_default("max_new_tokens"))
+    add(
+        "--max-length",
+        type=int,
+        help=f"of prompt and answer together, in tokens; {_default('max_length')}",
+    )
     add("--answer-minutes", type=float, help="stop generating after so long")
     add(
         "--share",
@@ -115,16 +139,19 @@ def _add_drafter(group: argparse._ArgumentGroup) -> None:
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--steps", type=int, help="train for so many steps (3000 without --minutes)")
+    add("--steps", type=int, help=f"{_default('steps')}, without --minutes")
     add("--minutes", type=float, help="train for so long over all --resume; the nearer end counts")
     add("--pause-after", type=float, help="write a checkpoint and end after so many minutes")
     add("--checkpoint-every", type=float, default=5.0, help="minutes")
-    add("--tokens-per-batch", type=int, default=32768, help="padding included")
-    add("--anchors", type=int, default=96, help="blocks in a sequence of --max-length tokens")
+    add("--tokens-per-batch", type=int, help=f"padding included; {_default('tokens_per_batch')}")
+    add(
+        "--anchors",
+        type=int,
+        help=f"blocks in a sequence of --max-length tokens; {_default('anchors')}",
+    )
     add(
         "--optimizer",
         choices=("auto", "muon", "adamw"),
-        default="auto",
         help="auto: muon on a GPU, adamw on a CPU, where Muon's bf16 products may take seconds",
     )
     add("--learning-rate", type=float, default=1e-3)
@@ -147,9 +174,17 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 
 def _add_evaluation(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--held-out", type=int, default=64, help="prompts that are never trained on")
-    add("--evaluate-prompts", type=int, default=16, help="of these, for the real decoding loop")
-    add("--evaluate-tokens", type=int, default=256, help="at most, for each answer there")
+    add("--held-out", type=int, help=f"prompts that are never trained on; {_default('held_out')}")
+    add(
+        "--evaluate-prompts",
+        type=int,
+        help=f"of these, for the real decoding loop; {_default('evaluate_prompts')}",
+    )
+    add(
+        "--evaluate-tokens",
+        type=int,
+        help=f"at most, for each answer there; {_default('evaluate_tokens')}",
+    )
 
 
 def read_temperatures(texts: list[str]) -> dict[float, float]:
@@ -187,6 +222,27 @@ def read_share(text: str) -> slice:
 def default_gamma(block_size: int) -> float:
     """Return the published decay for a block size: 7 for 16, 5 for 10, 4 for 8."""
     return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, max(1.0, block_size * 7 / 16))
+
+
+def settle_defaults(options: argparse.Namespace, device: str, *, before: dict[str, Any]) -> str:
+    """Fill in what was left to the device, as the run `before` has it where this continues one;
+    return what was chosen here, as flags."""
+    if options.optimizer == "auto":
+        options.optimizer = None
+    chosen = {}
+    for name, (gpu, cpu) in BY_DEVICE.items():
+        if getattr(options, name) is not None or (name == "steps" and options.minutes):
+            continue
+        if name in before:
+            setattr(options, name, before[name])
+            continue
+        value = gpu if device == "cuda" else cpu
+        if name == "tokens_per_batch":
+            # a longer sequence than usual, which was asked for, has room
+            value = max(value, options.max_length)
+        setattr(options, name, value)
+        chosen[name] = value
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in chosen.items())
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -231,8 +287,6 @@ def check_options(options: argparse.Namespace) -> None:
             f"--gamma {options.gamma:g} was given, but --loss {options.loss} has no such setting. "
             "Add --loss decay, or drop --gamma."
         )
-    if options.steps is None and options.minutes is None:
-        options.steps = 3000
 
 
 def _settle_shape(options: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
@@ -26,7 +27,13 @@ from sglang_dflash.train.answers import (
 from sglang_dflash.train.batches import Batches, make_example
 from sglang_dflash.train.blocks import choose_attention
 from sglang_dflash.train.data import sample_prompts
-from sglang_dflash.train.options import default_gamma, read_temperatures
+from sglang_dflash.train.options import (
+    FIXED,
+    add_train_options,
+    default_gamma,
+    read_temperatures,
+    settle_defaults,
+)
 from sglang_dflash.train.prompts import read_prompts
 from sglang_dflash.train.shape import choose_mask_token, make_drafter_config, spread_layer_ids
 
@@ -412,6 +419,40 @@ def test_broken_prompt_files_are_refused_by_line(
     path.write_text(text)
     assert train(*SMALL, "--prompts", path, "--out", tmp_path / "out") == 2
     assert reason in capsys.readouterr().err
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_train_options(parser)
+    return parser.parse_args(["--model-path", "m", "--out", "o", *arguments])
+
+
+def test_what_was_not_set_is_small_on_a_cpu():
+    """If this broke, a first try on a CPU would take hours, or a GPU be trained with little."""
+    cpu, gpu = parse("--held-out", "3"), parse("--held-out", "3")
+    flags = settle_defaults(cpu, "cpu", before={})
+    settle_defaults(gpu, "cuda", before={})
+    assert (gpu.tokens_per_batch, gpu.anchors, gpu.max_length) == (32768, 96, 1024)
+    assert (gpu.steps, gpu.optimizer, gpu.held_out) == (3000, "muon", 3)
+    blocks = [o.anchors * o.tokens_per_batch // o.max_length for o in (cpu, gpu)]
+    assert blocks[0] < blocks[1] / 20 and cpu.steps < gpu.steps / 3
+    assert (cpu.optimizer, cpu.held_out) == ("adamw", 3)
+    assert f"--steps {cpu.steps} " in flags and "--held-out" not in flags
+
+
+def test_a_continued_run_keeps_its_defaults_on_another_device():
+    """If this broke, a run could only be continued where it began."""
+    gpu, cpu = parse(), parse("--minutes", "2", "--anchors", "7")
+    settle_defaults(gpu, "cuda", before={})
+    settle_defaults(cpu, "cpu", before={name: getattr(gpu, name) for name in FIXED})
+    assert (cpu.tokens_per_batch, cpu.optimizer, cpu.held_out) == (32768, "muon", 64)
+    assert (cpu.steps, cpu.anchors) == (None, 7)
+
+
+def test_a_long_sequence_that_was_asked_for_has_room_in_a_batch():
+    options = parse("--max-length", "5000")
+    settle_defaults(options, "cpu", before={})
+    assert options.tokens_per_batch == 5000
 
 
 def test_a_target_without_chat_template_is_refused(tmp_path: Path, capsys):
