@@ -62,6 +62,11 @@ def read_prompts(
             repeated += key in found
             if len(ids) + _ROOM <= max_length:
                 found[key] = ids
+        if not rows:
+            raise ValueError(
+                f"--prompts names {path}, which is empty. Write one prompt a line into it: JSON "
+                "with `prompt` or `messages`, or text in a .txt."
+            )
         files.append(PromptFile(path.name, rows, sha256(path)))
     if not found:
         raise ValueError(

@@ -34,7 +34,7 @@ from sglang_dflash.train.evaluate import Ideal, accept_length, histogram, sample
 from sglang_dflash.train.fit import fit
 from sglang_dflash.train.options import read_share, read_temperatures
 from sglang_dflash.train.prepare import THINKING, Run, prepare
-from sglang_dflash.train.prompts import read_prompts, sha256
+from sglang_dflash.train.prompts import Prompts, read_prompts, sha256
 
 # starts an engine for the target's answers; the caller knows one, because only it knows SGLang
 Engine = Callable[..., AbstractContextManager[store.Ask]]
@@ -88,7 +88,8 @@ def collect_answers(run: Run, engine: Engine | None) -> dict[str, store.Answer]:
         if options.prompts:
             files, made_by = generate_answers(run, engine, known=found)
             found = store.read_answers(store.answer_files(run.out))
-    if len(found) <= options.held_out:
+    # a share of the questions need not be enough
+    if len(found) <= options.held_out and options.stop_after != "answers":
         raise ValueError(
             f"{len(found)} answers were found and --held-out is {options.held_out}: nothing is "
             "left to train on. Pass more --prompts or --answers, or hold out fewer."
@@ -123,6 +124,7 @@ def generate_answers(
         thinking=THINKING[options.thinking],
         max_length=options.max_length,
     )
+    _check_held_out(options, prompts, known)
     questions = store.make_questions(
         prompts.token_ids,
         held_out=options.held_out,
@@ -165,6 +167,21 @@ def generate_answers(
         print(f"train: engine ready after {time.monotonic() - began:.0f} s", flush=True)
         store.answer_questions(missing, ask=ask, group=ENGINE_GROUP, **write)
     return files, kind
+
+
+def _check_held_out(
+    options: argparse.Namespace, prompts: Prompts, known: dict[str, store.Answer]
+) -> None:
+    """Refuse, before any is answered, prompts that are too few to hold some out."""
+    # those of an earlier call count: their answers are trained on, too
+    count = len(prompts.token_ids.keys() | {key.partition(".")[0] for key in known})
+    if count <= options.held_out:
+        files = ", ".join(str(path) for path in options.prompts)
+        raise ValueError(
+            f"{files}: {count} prompts ({prompts.repeated} repeated and {prompts.too_long} too "
+            f"long left out) and --held-out is {options.held_out}: nothing is left to train on. "
+            f"Pass more than {options.held_out} prompts, or hold out fewer."
+        )
 
 
 def _note_answers(

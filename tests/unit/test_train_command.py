@@ -408,7 +408,7 @@ def test_what_cannot_be_trained_further_is_refused(
         ('{"question": "Hi"}\n', "line 1 has ['question']. Each line needs `prompt`"),
         ('{"prompt": "Hi"}\nHi\n', "line 2 is not JSON"),
         ('{"messages": [{"role": "assistant", "content": "Hi"}]}\n', "line 1 has no user's turn"),
-        ("", "no prompt to answer"),
+        ("", "broken.jsonl, which is empty. Write one prompt a line"),
     ],
     ids=["field", "json", "turn", "empty"],
 )
@@ -419,6 +419,20 @@ def test_broken_prompt_files_are_refused_by_line(
     path.write_text(text)
     assert train(*SMALL, "--prompts", path, "--out", tmp_path / "out") == 2
     assert reason in capsys.readouterr().err
+
+
+def test_too_few_prompts_are_refused_before_any_is_answered(
+    prompts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """If this broke, all answers would be made in vain, and be in the way of the next call."""
+    given = (*SMALL, "--prompts", *prompts, "--out", tmp_path)
+    assert train(*given, "--held-out", "13") == 2
+    assert "13 prompts (0 repeated and 0 too long left out) and --held-out is 13" in (
+        capsys.readouterr().err
+    )
+    assert not answer_files(tmp_path)
+    assert train(*given, "--held-out", "12", "--stop-after", "answers") == 0
+    assert len(read_answers(answer_files(tmp_path))) == 13
 
 
 def parse(*arguments: str) -> argparse.Namespace:
