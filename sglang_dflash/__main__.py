@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from sglang_dflash.train.options import add_train_options
+from sglang_dflash.train.stop import Stop, run_until_stopped
 
 # without these there is nothing to run
 NEEDED = ("torch", "transformers", "requests", "sglang")
@@ -60,15 +61,20 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
         return run_doctor(options)
     if options.command == "train":
-        from sglang_dflash.glue import release
-        from sglang_dflash.glue.offline import offline_engine
-        from sglang_dflash.train.run import run_train
-
         options.command_line = arguments
-        return run_train(options, engine=offline_engine if release.installed() else None)
+        return run_until_stopped(options, run_train)
     from sglang_dflash.report import run_report
 
     return run_report(options)
+
+
+def run_train(options: argparse.Namespace, stop: Stop) -> int:
+    from sglang_dflash.glue import release
+    from sglang_dflash.glue.offline import offline_engine
+    from sglang_dflash.train import run
+
+    engine = offline_engine if release.installed() else None
+    return run.run_train(options, engine=engine, stop=stop)
 
 
 def add_pair_options(parser: argparse.ArgumentParser) -> None:

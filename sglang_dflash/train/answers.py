@@ -1,7 +1,8 @@
 """The target's own answers: asking for them, and the files that keep them.
 
-A file is gzipped JSONL, one answer a line with the tokens exactly as they were generated. Each
-group of answers is appended when it is complete, so that an interrupted run continues there.
+A file is gzipped JSONL, one answer a line with the tokens exactly as they were generated. Answers
+that are made together are appended when they are complete, so that an interrupted run continues
+there.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from sglang_dflash.train.batches import Example
 from sglang_dflash.train.repeats import useful_length
 
+# prompts that a target in this process answers at once
+ROWS = 16
 # a new file is begun beyond this
 MAX_FILE_BYTES = 12 * 2**20
 
@@ -88,23 +91,38 @@ def make_questions(
     return found
 
 
+def in_groups(questions: Sequence[Question], size: int) -> list[list[Question]]:
+    """Return the questions in groups that are asked together, in their order."""
+    return [list(questions[first : first + size]) for first in range(0, len(questions), size)]
+
+
+def in_batches(questions: Sequence[Question], *, group: int, rows: int) -> list[list[Question]]:
+    """Return batches of at most `rows` questions of one temperature and like length, taken from
+    one group of questions after the other."""
+    found = []
+    for part in in_groups(questions, group):
+        for temperature in sorted({q.temperature for q in part}):
+            same = [q for q in part if q.temperature == temperature]
+            same.sort(key=lambda q: len(q.token_ids))
+            found += in_groups(same, rows)
+    return found
+
+
 def answer_questions(
-    questions: Sequence[Question],
+    parts: Sequence[Sequence[Question]],
     *,
     ask: Ask,
     stop: Collection[int],
     folder: Path,
-    group: int,
     seconds: float | None = None,
 ) -> None:
-    """Write an answer to every question to `folder`; stop early after `seconds`."""
+    """Write an answer to every question to `folder`, part by part; stop early after `seconds`."""
     began, tokens = time.monotonic(), 0
-    with tqdm(total=len(questions), desc="answers", unit=" prompts", mininterval=1) as bar:
-        for first in range(0, len(questions), group):
+    with tqdm(total=sum(map(len, parts)), desc="answers", unit=" prompts", mininterval=1) as bar:
+        for part in parts:
             if seconds is not None and time.monotonic() - began > seconds:
                 bar.write(f"answers: stopped after {seconds / 60:.1f} minutes, as asked")
                 return
-            part = questions[first : first + group]
             answers = []
             for question, ids in zip(part, ask(part), strict=True):
                 finish = "stop" if ids and ids[-1] in stop else "length"
@@ -177,20 +195,16 @@ def _read_answer(line: str, path: Path) -> Answer:
 
 
 def ask_transformers(
-    target: PreTrainedModel, *, stop: Collection[int], pad_id: int, seed: int, rows: int = 16
+    target: PreTrainedModel, *, stop: Collection[int], pad_id: int, seed: int, rows: int = ROWS
 ) -> Ask:
     """Return a way to ask `target` in this process, `rows` prompts of one temperature at a time."""
 
     def ask(questions: Sequence[Question]) -> list[list[int]]:
         answers: dict[str, list[int]] = {}
-        for temperature in sorted({q.temperature for q in questions}):
-            same = [q for q in questions if q.temperature == temperature]
-            same.sort(key=lambda q: len(q.token_ids))
-            for first in range(0, len(same), rows):
-                part = same[first : first + rows]
-                # by the questions, so that an interrupted run draws the same
-                torch.manual_seed(Random(f"{seed}-{part[0].key}").getrandbits(32))
-                answers |= _answer_batch(target, part, stop=sorted(stop), pad_id=pad_id)
+        for part in in_batches(questions, group=len(questions), rows=rows):
+            # by the questions, so that an interrupted run draws the same
+            torch.manual_seed(Random(f"{seed}-{part[0].key}").getrandbits(32))
+            answers |= _answer_batch(target, part, stop=sorted(stop), pad_id=pad_id)
         return [answers[q.key] for q in questions]
 
     return ask

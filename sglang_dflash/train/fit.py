@@ -21,6 +21,7 @@ from sglang_dflash.train.batches import Batch, Batches, Example, collate
 from sglang_dflash.train.blocks import choose_attention
 from sglang_dflash.train.loop import DrafterLoss, Schedule, Training
 from sglang_dflash.train.loss import decay_weights, dpace_weights
+from sglang_dflash.train.stop import Stop
 
 # how often held-out text is looked at, over the whole training
 LOOKS = 25
@@ -36,8 +37,9 @@ def fit(
     answers: dict[str, Answer],
     options: argparse.Namespace,
     pad_id: int,
+    stop: Stop,
 ) -> bool:
-    """Train a drafter into `options.out`; return False if it was paused before the end."""
+    """Train a drafter into `options.out`; return False if it was paused or stopped."""
     if begin_with:
         drafter = Drafter.from_pretrained(begin_with).requires_grad_(True)
     else:
@@ -64,6 +66,7 @@ def fit(
         checkpoint_every=options.checkpoint_every * 60,
         pause_after=options.pause_after * 60 if options.pause_after else None,
         seed=options.seed,
+        stop=stop,
     )
     watch.resume(training)
     parameters = sum(p.numel() for p in training.module.parameters())
@@ -73,10 +76,11 @@ def fit(
         f"attention {loss_of.attention}",
         flush=True,
     )
-    with watch:
-        training.run(batches, loss_of=loss_of, after_step=watch)
-    watch.save(training)
-    return training.share >= 1
+    with stop.let_finish("saving after this step; a second signal ends at once"):
+        with watch:
+            training.run(batches, loss_of=loss_of, after_step=watch)
+        watch.save(training)
+    return training.share >= 1 and not stop.asked
 
 
 def _start(
@@ -133,6 +137,7 @@ class _Watch:
     checkpoint_every: float
     pause_after: float | None
     seed: int
+    stop: Stop
 
     def __post_init__(self) -> None:
         self.began = self.saved = time.monotonic()
@@ -165,7 +170,8 @@ class _Watch:
         grown = 100 * training.share - self.bar.n
         if self.bar.update(grown):
             self._describe(training)
-        return self.pause_after is not None and now - self.began > self.pause_after
+        paused = self.pause_after is not None and now - self.began > self.pause_after
+        return paused or self.stop.asked is not None
 
     def _describe(self, training: Training) -> None:
         rate = self.sequences / (time.monotonic() - self.began)

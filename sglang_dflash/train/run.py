@@ -35,17 +35,20 @@ from sglang_dflash.train.fit import fit
 from sglang_dflash.train.options import read_share, read_temperatures
 from sglang_dflash.train.prepare import THINKING, Run, prepare
 from sglang_dflash.train.prompts import Prompts, read_prompts, sha256
+from sglang_dflash.train.stop import Stop, resume_command
 
 # starts an engine for the target's answers; the caller knows one, because only it knows SGLang
 Engine = Callable[..., AbstractContextManager[store.Ask]]
 
-# answers that are written together: what a call that is cut off loses
-ENGINE_GROUP, TRANSFORMERS_GROUP = 2048, 64
+# answers that an engine makes, and writes, together: what a call that is cut off loses
+ENGINE_GROUP = 2048
+# questions from which batches of one temperature are made, each written when it is complete
+TRANSFORMERS_GROUP = 64
 # temperature and drafts of the real decoding loop
 EVALUATED = ((0.0, "likeliest"), (1.0, "likeliest"), (1.0, "drawn"))
 
 
-def run_train(options: argparse.Namespace, *, engine: Engine | None = None) -> int:
+def run_train(options: argparse.Namespace, *, engine: Engine | None = None, stop: Stop) -> int:
     """Run the stages that are asked for and not yet done; return 2 for a refused request."""
     transformers_logging.disable_progress_bar()
     try:
@@ -65,9 +68,11 @@ def run_train(options: argparse.Namespace, *, engine: Engine | None = None) -> i
             answers=found,
             options=options,
             pad_id=run.pad_id,
+            stop=stop,
         )
         if not finished:
-            print(f"train: paused; continue with --resume --out {run.out}", flush=True)
+            if not stop.asked:
+                print(f"train: paused. Continue with:\n{resume_command(options)}", flush=True)
             return 0
     if options.stop_after == "train":
         return 0
@@ -134,13 +139,14 @@ def generate_answers(
         max_length=options.max_length,
         seed=options.seed,
     )[read_share(options.share)]
-    missing = [question for question in questions if question.key not in known]
     kind = options.engine
     if kind == "auto":
         kind = "sglang" if run.device.type == "cuda" and engine is not None else "transformers"
+    missing = _missing_parts(questions, kind, known)
     print(
         f"train: {len(prompts.token_ids)} prompts ({prompts.repeated} repeated and "
-        f"{prompts.too_long} too long left out), {len(missing)} answers to generate with {kind}",
+        f"{prompts.too_long} too long left out), {sum(map(len, missing))} answers to generate with "
+        f"{kind}",
         flush=True,
     )
     files = [asdict(file) for file in prompts.files]
@@ -151,7 +157,7 @@ def generate_answers(
     if kind == "transformers":
         target = load_target(run)
         ask = store.ask_transformers(target, stop=run.stop, pad_id=run.pad_id, seed=options.seed)
-        store.answer_questions(missing, ask=ask, group=TRANSFORMERS_GROUP, **write)
+        store.answer_questions(missing, ask=ask, **write)
         return files, kind
     if engine is None:
         raise ValueError("--engine sglang was asked for but SGLang is not installed here.")
@@ -165,8 +171,21 @@ def generate_answers(
         attention_backend=options.attention_backend,
     ) as ask:
         print(f"train: engine ready after {time.monotonic() - began:.0f} s", flush=True)
-        store.answer_questions(missing, ask=ask, group=ENGINE_GROUP, **write)
+        store.answer_questions(missing, ask=ask, **write)
     return files, kind
+
+
+def _missing_parts(
+    questions: Sequence[store.Question], kind: str, known: dict[str, store.Answer]
+) -> list[list[store.Question]]:
+    """Return what has no answer yet, in parts that are answered, and written, together."""
+    if kind == "transformers":
+        parts = store.in_batches(questions, group=TRANSFORMERS_GROUP, rows=store.ROWS)
+    else:
+        parts = store.in_groups(questions, ENGINE_GROUP)
+    # cut before what is known is left out, so that an interrupted run has the same parts
+    missing = [[q for q in part if q.key not in known] for part in parts]
+    return [part for part in missing if part]
 
 
 def _check_held_out(

@@ -5,13 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from server import ROOT
 from sglang_dflash.__main__ import main
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.reference.generate import generate_plain
@@ -196,6 +203,64 @@ def test_a_resumed_run_ends_with_the_same_weights(out: Path, tmp_path: Path):
         assert torch.equal(value, two["module"][name]), name
     files = [(f / "drafter" / "model.safetensors").read_bytes() for f in (whole, parts)]
     assert files[0] == files[1]
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "sglang_dflash", "train", *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+
+
+def stop_once(process: subprocess.Popen[str], number: int, ready: Callable[[], object]) -> str:
+    """Send a signal as soon as it is `ready`; return the command that is to continue the run."""
+    while not ready():
+        assert process.poll() is None, process.communicate()[1][-4000:]
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 128 + number, error[-4000:]
+    assert "Traceback" not in error
+    assert f"train: stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}; " in error
+    return error.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_stopped_training_is_saved_and_says_how_to_go_on(number: int, out: Path, tmp_path: Path):
+    """If this broke, stopping would cost everything since the last checkpoint."""
+    folder = tmp_path / "a folder"
+    given = (*SMALL, "--answers", *answer_files(out), "--out", folder, "--stop-after", "train")
+    process = start(*given, "--steps", "60")
+    # written after the first step
+    command = stop_once(process, number, (folder / "progress.jsonl").exists)
+    step = torch.load(folder / "checkpoint.pt", weights_only=True)["step"]
+    assert 1 <= step < 60
+    assert json.loads((folder / "scores.json").read_text())["step"] == step
+    assert command.endswith(" --steps 60 --resume")
+    done = subprocess.run(shlex.split(command), capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"train: resumed at step {step}, " in done.stdout
+    assert torch.load(folder / "checkpoint.pt", weights_only=True)["step"] == 60
+
+
+def test_answers_that_were_complete_outlast_a_signal(tmp_path: Path):
+    """If this broke, an hour of answers could be lost, or a resumed run have others."""
+    path = tmp_path / "prompts.jsonl"
+    texts = sample_prompts(160, seed=3, split="train")
+    path.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+    given = (*SMALL, "--prompts", path, "--stop-after", "answers", "--out")
+    folder, whole = tmp_path / "out", tmp_path / "whole"
+    process = start(*given, folder)
+    command = stop_once(process, signal.SIGINT, lambda: answer_files(folder))
+    kept = read_answers(answer_files(folder))
+    assert 16 <= len(kept) < 160
+    assert command.endswith(f" --out {folder} --resume")
+    assert train(*given, folder, "--resume") == 0
+    assert train(*given, whole) == 0
+    found, expected = (read_answers(answer_files(f)) for f in (folder, whole))
+    assert len(expected) == 160
+    assert found == expected
+    assert kept.items() <= found.items()
 
 
 def test_a_run_that_broke_does_not_overwrite_its_checkpoint(out: Path, tmp_path: Path):

@@ -1,0 +1,91 @@
+"""Ctrl-C and SIGTERM: a run ends where nothing is lost, and says how it goes on. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked for the end."""
+
+
+class Stop:
+    """Takes both signals while it is entered. The first raises `Stopped`, unless what runs has
+    asked to be let finish and looks at `asked` itself; a second always does."""
+
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None
+        self._reply: bytes | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Stop:
+        self._before = {number: signal.signal(number, self._receive) for number in NAMES}
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def let_finish(self, reply: str) -> Iterator[None]:
+        """Let the block end by itself once a signal came, which is answered with `reply`."""
+        self._reply = reply.encode()
+        try:
+            yield
+        finally:
+            self._reply = None
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        again = self.asked is not None
+        self.asked = signal.Signals(number)
+        if again or self._reply is None:
+            raise Stopped
+        # not by print: the signal may have come in the middle of one
+        os.write(sys.__stderr__.fileno(), b"\ntrain: " + self._reply + b"\n")
+
+
+def run_until_stopped(
+    options: argparse.Namespace, work: Callable[[argparse.Namespace, Stop], int]
+) -> int:
+    """Do the work and return its exit code; if a signal ends it, say how to go on, and return what
+    a shell expects of a process that the signal ended."""
+    with Stop() as stop:
+        try:
+            code = work(options, stop)
+        except Stopped:
+            code = 0
+    if not stop.asked:
+        return code
+    print(
+        f"train: stopped by {NAMES[stop.asked]}; {_kept(options)}. Continue with:\n"
+        f"{resume_command(options)}",
+        file=sys.stderr,
+    )
+    return 128 + stop.asked
+
+
+def resume_command(options: argparse.Namespace) -> str:
+    """Return the command line that continues a run."""
+    resume = [] if options.resume or options.evaluate_only else ["--resume"]
+    python = sys.orig_argv[0]
+    return shlex.join([python, "-m", "sglang_dflash", *options.command_line, *resume])
+
+
+def _kept(options: argparse.Namespace) -> str:
+    scores = options.out / "scores.json"
+    if (options.out / "checkpoint.pt").exists() and scores.exists():
+        return f"{options.out} has everything up to step {json.loads(scores.read_text())['step']}"
+    if list(options.out.glob("answers-*")):
+        return f"the answers that were complete are kept in {options.out}"
+    return "there was nothing to keep yet"
