@@ -17,7 +17,7 @@ COUNTS = {
     "histogram": [0, 0, 10],
     "position_rates": [1.0, 1.0],
 }
-STATE = {"internal_states": [{"sglang_dflash": {"acceptance": COUNTS, "alarms": 0}}]}
+STATE = {"internal_states": [{"sglang_dflash": {"acceptance": COUNTS, "alarms": 0, "dp_rank": 0}}]}
 
 
 @pytest.fixture
