@@ -6,8 +6,8 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import requests
 import load
+import requests
 
 from server import SCHEDULES, Server
 

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from sglang_dflash.__main__ import main
+from sglang_dflash.metrics import AcceptanceMeter
 
-COUNTS = {
-    "committed_tokens": 30,
-    "accept_length": 3.0,
-    "histogram": [0, 0, 10],
-    "position_rates": [1.0, 1.0],
-}
-STATE = {"internal_states": [{"sglang_dflash": {"acceptance": COUNTS, "alarms": 0, "dp_rank": 0}}]}
+METER = AcceptanceMeter(3)
+for _ in range(10):
+    METER.record(2, 3)
+OURS = {"acceptance": METER.snapshot(), "alarms": 0, "free_kv_slots": 9, "dp_rank": 0}
+STATE = {"internal_states": [{"sglang_dflash": OURS}]}
 
 
 @pytest.fixture
