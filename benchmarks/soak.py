@@ -25,8 +25,10 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -341,31 +343,41 @@ def start(options: argparse.Namespace) -> Pair:
     )
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Start all servers, let the storms loose, and return their report."""
+@contextlib.contextmanager
+def serving(options: argparse.Namespace) -> Iterator[list[Pair]]:
+    """Start all pairs together and wait for them; stop them together in the end."""
     if options.script:
         Server.script = options.script.resolve()
     pairs: list[Pair] = []
-    with tempfile.TemporaryDirectory() as folder:
+    try:
+        pairs += (start(options) for _ in range(options.pairs))
+        for pair in pairs:
+            for server in pair:
+                server.wait()
+        yield pairs
+    finally:
+        named = {
+            f"{name}-{number}": server
+            for number, pair in enumerate(pairs)
+            for name, server in pair._asdict().items()
+        }
+        with ThreadPoolExecutor(max(len(named), 1)) as pool:
+            stop = partial(systems.stop_server, logs=options.logs)
+            list(pool.map(lambda name: stop(named[name], name=name), named))
+
+
+def run(pairs: list[Pair], options: argparse.Namespace) -> dict[str, Any]:
+    """Let the storms loose on all pairs, and return their report."""
+    total = Outcome()
+    questions = encode_questions()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(pairs)) as pool:
         other_weights = write_other_weights(Path(folder)) if options.updates else None
-        try:
-            pairs += (start(options) for _ in range(options.pairs))
-            questions = encode_questions()
-            for pair in pairs:
-                for server in pair:
-                    server.wait()
-            total = Outcome()
-            with ThreadPoolExecutor(options.pairs) as pool:
-                kinds = choose_kinds(seeds=options.seeds)
-                list(pool.map(lambda pair: warm_up(pair, kinds), pairs))
-                began = time.monotonic()
-                storms = [Storm(pair, options, i, questions) for i, pair in enumerate(pairs)]
-                for outcome in pool.map(lambda storm: storm.run(other_weights), storms):
-                    total.add(outcome)
-        finally:
-            for number, pair in enumerate(pairs):
-                for name, server in pair._asdict().items():
-                    systems.stop_server(server, options.logs, f"{name}-{number}")
+        kinds = choose_kinds(seeds=options.seeds)
+        list(pool.map(lambda pair: warm_up(pair, kinds), pairs))
+        began = time.monotonic()
+        storms = [Storm(pair, options, i, questions) for i, pair in enumerate(pairs)]
+        for outcome in pool.map(lambda storm: storm.run(other_weights), storms):
+            total.add(outcome)
     settings = ("pairs", "concurrency", "max_running", "pool", "chunk", "seeds")
     return {
         **{name: getattr(options, name) for name in settings},
@@ -389,12 +401,17 @@ def table(report: dict[str, Any]) -> str:
 
 def main() -> None:
     options = parse()
-    report = {**systems.provenance(options.commit), **run(options)}
-    shown = table(report)
-    if options.out:
-        systems.write(report, options.out, shown)
-    print(shown)
-    print(json.dumps({name: report[name] for name in ("memory_mb", "free_kv_slots", "ties")}))
+    with serving(options) as pairs:
+        report = {**systems.provenance(options.commit), **run(pairs, options)}
+        # before the servers stop, which may take longer than whoever waits for the report
+        shown = table(report)
+        if options.out:
+            systems.write(report, options.out, shown)
+        print(shown)
+        print(
+            json.dumps({name: report[name] for name in ("memory_mb", "free_kv_slots", "ties")}),
+            flush=True,
+        )
     problems = faults(report)
     for problem in problems:
         print(f"FAULT: {problem}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,33 @@ def test_a_storm_of_mixed_requests_leaves_nothing_wrong_and_nothing_behind(
     the requests meet other weights."""
     for name, value in SCHEDULES["plan stream"].items():
         monkeypatch.setenv(name, value)
-    report = soak.run(soak.parse(["--requests", "80", "--updates", "1"]))
+    options = soak.parse(["--requests", "80", "--updates", "1"])
+    with soak.serving(options) as pairs:
+        report = soak.run(pairs, options)
     assert soak.faults(report) == []
     assert set(report["by_kind"]) == set(soak_requests.COMPARED)
     assert report["schedule"] == ["plan stream"] and report["updates"] == 1
     assert report["aborted"] > 4 and report["prefix_hits"] > 4
+
+
+def test_the_report_is_written_before_the_servers_stop(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Stopping many takes long; who waits for the report may lose patience meanwhile."""
+    seen = []
+
+    @contextlib.contextmanager
+    def serving(_: object) -> Iterator[list[soak.Pair]]:
+        yield []
+        seen.append((tmp_path / "soak.json").is_file())
+
+    report = {**vars(soak.Outcome()), "seconds": 1.0, "pool": 1}
+    monkeypatch.setattr(soak, "serving", serving)
+    monkeypatch.setattr(soak, "run", lambda *_: report)
+    monkeypatch.setattr("sys.argv", ["soak.py", "--out", str(tmp_path / "soak")])
+    with pytest.raises(SystemExit, match="0"):
+        soak.main()
+    assert seen == [True]
 
 
 def fp64_logits(ids: list[int], weights: Path) -> torch.Tensor:
