@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import requests
 from systems import AGREEMENT, read_config
 
-from server import ServerProcess
+from sglang_dflash.testing.server import ServerProcess
 
 SAMPLING = {
     "greedy": {"temperature": 0.0},

@@ -40,8 +40,8 @@ import systems
 from recipe_report import reason_of, report
 from systems import ROOT, SYSTEMS
 
-from server import NO_ANSWER, START_TIMEOUT_S, ServerProcess, free_port
 from sglang_dflash.pairs import tiny_target
+from sglang_dflash.testing.server import NO_ANSWER, START_TIMEOUT_S, ServerProcess, free_port
 
 LAUNCH = ROOT / "launch"
 SHAPES = ROOT / "benchmarks" / "shapes"

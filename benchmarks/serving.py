@@ -36,7 +36,7 @@ from load import SAMPLING, decode_rate, draw_prompts, run_batch
 from systems import SYSTEMS
 from trace_split import report, split
 
-from server import ServerProcess
+from sglang_dflash.testing.server import ServerProcess
 
 PROFILED_STEPS = 10
 

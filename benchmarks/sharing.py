@@ -15,7 +15,7 @@ from typing import TypeVar
 import systems
 import torch
 
-from server import START_TIMEOUT_S, ServerProcess
+from sglang_dflash.testing.server import START_TIMEOUT_S, ServerProcess
 
 # SGLang gives KV what is free once its weights are loaded, less (1 - fraction) of what was free
 # before. Neighbours that load meanwhile count as its own weights do. So of servers that start

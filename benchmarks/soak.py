@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import json
 import random
-import sys
 import tempfile
 import threading
 import time
@@ -51,10 +50,7 @@ from soak_requests import (
 )
 
 from sglang_dflash.pairs import tiny_target
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "launch"))
-from server import Server  # noqa: E402
+from sglang_dflash.testing.server import Server
 
 CONTEXT = "2048"
 PLAIN_POOL = "16384"

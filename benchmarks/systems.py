@@ -16,10 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "launch"))
-from server import SCHEDULES, ServerProcess  # noqa: E402
+from sglang_dflash.testing.server import SCHEDULES, ServerProcess
 
+ROOT = Path(__file__).resolve().parent.parent
 SYSTEMS = ("plain", "in-tree", "ours")
 PEERS = ("plain", "in-tree")
 # ours with overlap scheduling off, and on with the plan stream

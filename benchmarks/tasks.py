@@ -40,8 +40,8 @@ import torch
 from systems import ROOT, SYSTEMS
 from task_report import Answer, compare, draw, is_right, tables
 
-from server import ServerProcess, free_port
 from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.testing.server import ServerProcess, free_port
 from sglang_dflash.train.prompts import sha256
 
 TASKS = ("gsm8k", "math500", "humaneval", "mbpp", "mtbench")

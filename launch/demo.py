@@ -16,17 +16,19 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoTokenizer
 
-from server import ROOT, Server
 from sglang_dflash.checkpoint import check_checkpoint
 from sglang_dflash.pairs import smollm2_drafter, tiny_drafter, tiny_target
 from sglang_dflash.pairs.smollm2 import smollm2_target
-from stream import Answer, show, stream_pieces
+from sglang_dflash.testing.server import Server
+from sglang_dflash.testing.stream import Answer, show, stream_pieces
 
+SCRIPTS = Path(__file__).resolve().parent
 # what the embedded pair has learnt
 TINY_QUESTIONS = (
     "Please tell me a short story about Otto, a curious hare.",
@@ -72,11 +74,15 @@ class Pair:
             if self.cpu_block is not None:
                 args += ["--speculative-num-draft-tokens", str(self.cpu_block)]
         threads = 1 if self.is_tiny else os.cpu_count()
-        return Server(*args, plain=plain, env={"OMP_NUM_THREADS": str(threads)})
+        return CpuServer(*args, plain=plain, env={"OMP_NUM_THREADS": str(threads)})
+
+
+class CpuServer(Server):
+    script = SCRIPTS / "cpu.sh"
 
 
 class GpuServer(Server):
-    script = ROOT / "launch" / "serve.sh"
+    script = SCRIPTS / "serve.sh"
 
 
 class Speed(NamedTuple):

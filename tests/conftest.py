@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from server import ROOT, SCHEDULES, Server
+from sglang_dflash.testing.server import ROOT, SCHEDULES, Server
 
 STAND_INS = ROOT / "sglang_dflash" / "glue" / "cpu" / "path"
 HAS_GPU = torch.cuda.is_available()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server import Server
+from sglang_dflash.testing.server import Server
 
 
 def follows(server: Server, schedule: str) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from e2e.conftest import SHAPE, start_together
-from server import Server
+from sglang_dflash.testing.server import Server
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from server import ROOT, Server
+from sglang_dflash.testing.server import ROOT, Server
 
 QUESTION = "Write the 8 times table up to 7."
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from server import ROOT, Server, free_port
+from sglang_dflash.testing.server import ROOT, Server, free_port
 
 OBSERVABILITY = ROOT / "launch" / "observability"
 QUERIES = {

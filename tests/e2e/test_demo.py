@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-import demo
-from server import Server
-from stream import Answer, Piece, show, stream_pieces
+from launch import demo
+from sglang_dflash.testing.server import Server
+from sglang_dflash.testing.stream import Answer, Piece, show, stream_pieces
 
 MAX_TOKENS = 80
 TRIES = 10

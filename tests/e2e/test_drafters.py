@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from server import Server
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.reference import Drafter, generate
 from sglang_dflash.reference.generate import recompute_context
+from sglang_dflash.testing.server import Server
 
 NEW_TOKENS = 97
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import requests
 
-from server import Server
+from sglang_dflash.testing.server import Server
 
 
 def ask(server: Server, content: str, **options: Any) -> tuple[str, int, str]:

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from e2e.conftest import SCRIPTED, start_together
-from server import Server
 from sglang_dflash.reference import Drafter, generate, generate_plain
+from sglang_dflash.testing.server import Server
 from tiny_models import VOCAB, load_target, make_drafter, make_target
 
 NEW_TOKENS = 90

@@ -13,7 +13,7 @@ import pytest
 import requests
 
 from e2e.conftest import SCRIPTED, SHAPE, start_together
-from server import Server
+from sglang_dflash.testing.server import Server
 
 
 @pytest.fixture(scope="module")

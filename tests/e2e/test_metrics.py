@@ -14,7 +14,7 @@ import pytest
 import requests
 
 from e2e.conftest import METERED_TOKENS as NEW_TOKENS
-from server import ROOT, Server
+from sglang_dflash.testing.server import ROOT, Server
 
 BLOCK = 16
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from e2e.conftest import SHAPE
-from server import Server
+from sglang_dflash.testing.server import Server
 
 pytestmark = pytest.mark.gpu
 

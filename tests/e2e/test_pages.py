@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from e2e.conftest import SHAPE, start_together
-from server import Server
+from sglang_dflash.testing.server import Server
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import load
 import requests
 
-from server import SCHEDULES, Server
+from sglang_dflash.testing.server import SCHEDULES, Server
 
 POOL = 640
 # SGLang's own switch: whether a pool runs full is a matter of timing, every seventh step is not

@@ -11,7 +11,7 @@ import pytest
 import recipes
 import torch
 
-from server import ROOT, free_port
+from sglang_dflash.testing.server import ROOT, free_port
 
 RECIPE = "qwen3-4b"
 VOCABULARY = 2048  # twice the tokenizer's

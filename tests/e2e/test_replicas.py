@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import client
 from e2e.conftest import SHAPE
 from e2e.test_metrics import command, totals
-from server import Server
+from launch import client
 from sglang_dflash.metrics import replicas_of
+from sglang_dflash.testing.server import Server
 
 NEW_TOKENS = 40
 

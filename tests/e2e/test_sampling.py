@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from e2e.conftest import SCRIPTED, SHAPE
 from schedules import follows
-from server import SCHEDULES, Server
 from sglang_dflash.pairs import tiny_target
+from sglang_dflash.testing.server import SCHEDULES, Server
 
 # to save time; `pytest --schedules "in turn,overlap,plan stream"` runs all under each
 pytestmark = pytest.mark.usual_schedule("plan stream")

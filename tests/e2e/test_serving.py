@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from server import ROOT, free_port
+from sglang_dflash.testing.server import ROOT, free_port
 
 TIMEOUT_S = 400
 PAIR = ROOT / "sglang_dflash" / "pairs" / "tiny"

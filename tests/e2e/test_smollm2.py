@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-import demo
-from server import Server
+from launch import demo
 from sglang_dflash.pairs import smollm2_drafter
 from sglang_dflash.pairs.smollm2 import smollm2_target
 from sglang_dflash.reference.model import Drafter
+from sglang_dflash.testing.server import Server
 
 MAX_BYTES = 26 * 10**6
 MAX_TOKENS = 64

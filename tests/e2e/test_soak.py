@@ -14,8 +14,8 @@ import torch
 from soak_requests import Answer, Ask, flaw, gap_at_first_difference, seeded_race
 from transformers import AutoModelForCausalLM
 
-from server import SCHEDULES
 from sglang_dflash.pairs import tiny_target
+from sglang_dflash.testing.server import SCHEDULES
 
 
 def test_a_storm_of_mixed_requests_leaves_nothing_wrong_and_nothing_behind(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from server import Server
 from sglang_dflash.pairs import tiny_drafter
+from sglang_dflash.testing.server import Server
 
 
 def test_drafter_with_missing_weights_ends_the_server(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from server import ROOT
 from sglang_dflash.pairs import tiny_drafter
+from sglang_dflash.testing.server import ROOT
 from sglang_dflash.train.data import sample_prompts
 
 TASKS = {"gsm8k": 1, "mtbench": 2}  # turns

@@ -9,7 +9,7 @@ import torch
 
 from e2e.conftest import SHAPE
 from e2e.test_metrics import totals
-from server import Server
+from sglang_dflash.testing.server import Server
 
 NEW_TOKENS = 60
 

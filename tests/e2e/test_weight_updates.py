@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from e2e.conftest import SHAPE, start_together
-from server import Server, free_port
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.reference import generate_plain
+from sglang_dflash.testing.server import Server, free_port
 from tiny_models import load_target, make_drafter, make_target
 
 ANSWER = {"max_new_tokens": 60, "ignore_eos": True}

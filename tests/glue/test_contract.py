@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from server import ROOT
 from sglang_dflash.glue import compat, release
+from sglang_dflash.testing.server import ROOT
 
 
 def test_installed_release_keeps_the_contract() -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from server import ROOT
 from sglang_dflash.__main__ import main
 from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.testing.server import ROOT
 from tiny_models import write_hybrid_config
 
 PAIR = ["--model-path", str(tiny_target()), "--speculative-draft-model-path", str(tiny_drafter())]

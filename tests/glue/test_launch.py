@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from server import ROOT
 from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.testing.server import ROOT
 
 LAUNCH = ROOT / "launch"
 RECIPES = sorted(

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from server import ROOT
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.reference.generate import generate_plain
+from sglang_dflash.testing.server import ROOT
 from sglang_dflash.train.answers import answer_files, read_answers
 from sglang_dflash.train.data import sample_prompts
 

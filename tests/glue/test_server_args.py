@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from server import free_port
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.server_args import handle_dflash, read_drafter
+from sglang_dflash.testing.server import free_port
 from tiny_models import write_hybrid_config
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from server import ROOT, free_port
 from sglang_dflash.glue import compat, start
 from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.testing.server import ROOT, free_port
 
 
 def arguments(target: Path, drafter: Path) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from server import Server
 from sglang_dflash.pairs import tiny_target
+from sglang_dflash.testing.server import Server
 
 NEW_TOKENS = 24
 PROMPT_LENS = (3, 20, 70, 150, 9, 64, 65, 33, 300, 5, 128, 17)

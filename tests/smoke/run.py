@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-for folder in ("launch", "benchmarks", "tests/smoke"):
+for folder in ("benchmarks", "tests/smoke"):
     sys.path.insert(0, str(ROOT / folder))
 
 import recipes  # noqa: E402
@@ -36,8 +36,8 @@ import torch  # noqa: E402
 from checks import ask_plain, check_answers, check_exact, check_worker, draw_prompts  # noqa: E402
 from families import FAMILIES, Family  # noqa: E402
 
-from server import SCHEDULES, START_TIMEOUT_S, Server, free_port  # noqa: E402
 from sglang_dflash.pairs import tiny_target  # noqa: E402
+from sglang_dflash.testing.server import SCHEDULES, START_TIMEOUT_S, Server, free_port  # noqa: E402
 
 PLUGINS = ROOT / "tests" / "plugins"
 LARGEST_GRAPH = 4

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "smoke-h200.json"
 SERVING_PATH = ["sglang_dflash", ":!*.md"]
-SERVING_PATH += [f":!sglang_dflash/{part}" for part in ("train", "reference", "pairs")]
+SERVING_PATH += [f":!sglang_dflash/{part}" for part in ("train", "reference", "pairs", "testing")]
 
 
 def changed_since(commit: str) -> list[str] | None:

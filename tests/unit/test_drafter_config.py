@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from server import ROOT
 from sglang_dflash.config import DrafterSpec
 from sglang_dflash.drafter_config import FULL, SLIDING, refuse_unknown
 from sglang_dflash.reference import DrafterConfig
+from sglang_dflash.testing.server import ROOT
 
 RELEASED = sorted(
     path

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from server import ROOT
+from sglang_dflash.testing.server import ROOT
 
 PINS = dict(
     re.findall(r"^(torch|torchvision)==(.*)$", (ROOT / "requirements-cpu.txt").read_text(), re.M)

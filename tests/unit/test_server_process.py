@@ -1,7 +1,8 @@
-"""launch/server.py with a command that is no server."""
+"""The server harness with a command that is no server, and what its import needs."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tempfile
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from server import ServerProcess, free_port
+from sglang_dflash.testing.server import ROOT, ServerProcess, free_port
 
 
 def test_a_server_that_ends_is_reported_with_its_log_and_leaves_no_file(
@@ -39,3 +40,16 @@ def test_the_log_can_be_read_while_it_is_written(tmp_path: Path) -> None:
     assert server.wait_for_exit(60) == 0
     assert server.log() == "first\nsecond\n"
     server.stop()
+
+
+def test_the_harness_needs_neither_torch_nor_sglang() -> None:
+    """Benchmarks start servers of another release with it, in a Python that may lack both."""
+    program = (
+        "import sys; sys.modules.update(torch=None, sglang=None);"
+        "import sglang_dflash.testing.server, sglang_dflash.testing.stream;"
+        "print(*sorted(name for name in sys.modules if name.startswith('sglang_dflash.')))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    harness = ["sglang_dflash.testing", "sglang_dflash.testing.server"]
+    assert ran.stdout.split() == [*harness, "sglang_dflash.testing.stream"]

@@ -18,11 +18,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from server import ROOT
 from sglang_dflash.__main__ import main
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.reference.generate import generate_plain
 from sglang_dflash.reference.model import FULL, SLIDING, Drafter
+from sglang_dflash.testing.server import ROOT
 from sglang_dflash.train.answers import (
     Question,
     answer_files,

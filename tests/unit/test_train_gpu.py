@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from server import ROOT
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.reference.model import Drafter
+from sglang_dflash.testing.server import ROOT
 from sglang_dflash.train.batches import collate, encode_chat
 from sglang_dflash.train.data import make_conversations, sample_prompts
 from sglang_dflash.train.loop import DrafterLoss, Schedule, optimise

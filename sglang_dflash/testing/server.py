@@ -1,4 +1,8 @@
-"""Servers on this machine, from start to stop; for the demo, the tests and the benchmarks."""
+"""A server on this machine, from start to stop; for the demo, the tests and the benchmarks.
+
+Imports neither torch nor SGLang: benchmarks also start servers of a Python whose SGLang is another
+release, where this package lies on the path and is not installed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,8 @@ from typing import Any, Self
 import openai
 import requests
 
-ROOT = Path(__file__).resolve().parent.parent
+# the checkout; programs that run beside an installed package know their own
+ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 420
 NO_ANSWER = "the server did not answer in time"
 PORTS = range(20000, 32000)

@@ -1,0 +1,1 @@
+"""Whatever makes a number: from the root of the repository, `python -m benchmarks.serving` etc."""

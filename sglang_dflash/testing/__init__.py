@@ -1,0 +1,1 @@
+"""Servers on this machine, started, asked and stopped by the demo, the tests and the benchmarks."""
