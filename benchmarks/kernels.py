@@ -1,7 +1,7 @@
 """Time our kernels at the shapes we serve, against SGLang's kernels and the card's bandwidth.
 
-    python benchmarks/kernels.py --out benchmarks/results/kernels
-    python benchmarks/kernels.py --sweep
+    python -m benchmarks.kernels --out benchmarks/results/kernels
+    python -m benchmarks.kernels --sweep
 
 The other ops of a step are in step_ops.py. For verify attention a measurement is a CUDA graph of
 calls on rotating KV, together larger than the L2 cache, replayed often; the figure is the median
@@ -23,13 +23,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import step_ops
-import systems
 import torch
 import triton
-from card import Card, measure_card, replay_us
 from torch import Tensor
 
+from benchmarks import step_ops, systems
+from benchmarks.card import Card, measure_card, replay_us
 from sglang_dflash.kernels import reference, triton_ops
 from sglang_dflash.kernels.verify_attention import TILES, LayerShape, Tile, VerifyAttention
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import requests
-from systems import AGREEMENT, read_config
 
+from benchmarks.systems import AGREEMENT, read_config
 from sglang_dflash.testing.server import ServerProcess
 
 SAMPLING = {

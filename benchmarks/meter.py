@@ -1,6 +1,6 @@
 """What the acceptance bookkeeping costs a decode step.
 
-    python benchmarks/meter.py [--step-ms 20.1 24 57 --out benchmarks/results/meter]
+    python -m benchmarks.meter [--step-ms 20.1 24 57 --out benchmarks/results/meter]
 
 Runs the bookkeeping of a step by itself, as the worker does: four marks on the stream (CUDA events
 on a GPU), one record per request, counters published once a second. Reports host time per step,
@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import systems
 import torch
 
+from benchmarks import systems
 from sglang_dflash.glue.metrics import STAGES, Bookkeeping, Export
 from sglang_dflash.metrics import AcceptanceAlarm
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from systems import AGREEMENT, SYSTEMS, backends_text, is_unsteady, kind_of
+from benchmarks.systems import AGREEMENT, SYSTEMS, backends_text, is_unsteady, kind_of
 
 MEMORY = {
     "target_weights": "target",

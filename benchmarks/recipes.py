@@ -1,6 +1,6 @@
 """Every recipe of launch/ at its real shapes with random weights: does it start, what does it cost.
 
-    python benchmarks/recipes.py --recipes gemma4-26b-a4b qwen3-8b --out results/recipes
+    python -m benchmarks.recipes --recipes gemma4-26b-a4b qwen3-8b --out results/recipes
 
 Each server is started by its recipe, with `--load-format dummy`, the folders of benchmarks/shapes
 and a tokenizer added and nothing else changed but what a variant says (fp8-kv: FP8 KV cache; fp8:
@@ -32,14 +32,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import load
 import openai
 import requests
-import sharing
-import systems
-from recipe_report import reason_of, report
-from systems import ROOT, SYSTEMS
 
+from benchmarks import load, sharing, systems
+from benchmarks.recipe_report import reason_of, report
+from benchmarks.systems import ROOT, SYSTEMS
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.testing.server import NO_ANSWER, START_TIMEOUT_S, ServerProcess, free_port
 

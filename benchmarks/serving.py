@@ -1,6 +1,6 @@
 """Decode speed of plain decoding, SGLang's DFLASH and ours, on one GPU, in one run.
 
-    python benchmarks/serving.py --model-path M --draft-model-path D --load-format dummy \\
+    python -m benchmarks.serving --model-path M --draft-model-path D --load-format dummy \\
         --simulate-accept-length 8 --requests 1 8 32 --contexts 512 --out benchmarks/results/serving
 
 Each system serves alone, with the same prompts. A decode rate is the difference between two output
@@ -28,14 +28,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import load
 import requests
-import systems
 import torch
-from load import SAMPLING, decode_rate, draw_prompts, run_batch
-from systems import SYSTEMS
-from trace_split import report, split
 
+from benchmarks import load, systems
+from benchmarks.load import SAMPLING, decode_rate, draw_prompts, run_batch
+from benchmarks.systems import SYSTEMS
+from benchmarks.trace_split import report, split
 from sglang_dflash.testing.server import ServerProcess
 
 PROFILED_STEPS = 10

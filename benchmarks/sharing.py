@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import systems
 import torch
 
+from benchmarks import systems
 from sglang_dflash.testing.server import START_TIMEOUT_S, ServerProcess
 
 # SGLang gives KV what is free once its weights are loaded, less (1 - fraction) of what was free

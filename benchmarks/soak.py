@@ -1,7 +1,7 @@
 """A storm of mixed requests against pairs of servers, every answer checked against plain decoding.
 
-    python benchmarks/soak.py --requests 2000 --concurrency 24    # the embedded pair, on a CPU
-    python benchmarks/soak.py --seconds 240 --pairs 4 --script tests/gpu.sh \\
+    python -m benchmarks.soak --requests 2000 --concurrency 24    # the embedded pair, on a CPU
+    python -m benchmarks.soak --seconds 240 --pairs 4 --script tests/gpu.sh \\
         --concurrency 48 --max-running 32 --pool 3000 --chunk 512    # on a GPU
 
 Lengths from one token to two thousand, shared prefixes, streams, aborts at random moments, a KV
@@ -33,8 +33,9 @@ from typing import Any, NamedTuple
 
 import psutil
 import requests
-import systems
-from soak_requests import (
+
+from benchmarks import systems
+from benchmarks.soak_requests import (
     COMPARED,
     KINDS,
     TIE,
@@ -48,7 +49,6 @@ from soak_requests import (
     gap_at_first_difference,
     write_other_weights,
 )
-
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.testing.server import Server
 

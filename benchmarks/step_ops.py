@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from card import Card, replay_us
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.card import Card, replay_us
 from sglang_dflash.kernels import TORCH, Noise, Ops
 from sglang_dflash.kernels.prefix_index import index_prefixes
 

@@ -233,8 +233,10 @@ def short_path(word: str) -> str:
 
 def recorded_command(hidden: Iterable[str] = ("--out", "--logs")) -> str:
     """Return the command without the options that only say where files lie."""
-    kept, skip = [], False
-    for word in sys.argv:
+    module = sys.modules["__main__"].__spec__
+    kept = ["-m", module.name] if module else [short_path(sys.argv[0])]
+    skip = False
+    for word in sys.argv[1:]:
         if not skip and word not in hidden:
             kept.append(short_path(word))
         skip = word in hidden

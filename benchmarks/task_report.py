@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import systems
+from benchmarks import systems
 
 TITLES = {
     "gsm8k": "GSM8K",

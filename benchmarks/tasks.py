@@ -1,6 +1,6 @@
 """A pair on GSM8K, MATH-500, HumanEval, MBPP and MT-Bench: speed, acceptance, and equal answers.
 
-    python benchmarks/tasks.py --data DIR --model-path M --draft-model-path D --out results/tasks
+    python -m benchmarks.tasks --data DIR --model-path M --draft-model-path D --out results/tasks
 
 DIR holds one TASK.jsonl per task, a question per line: `id`, `prompt` or `turns` (each turn is
 asked with the answers before it in the chat), and `reference` where there is one. Plain decoding,
@@ -34,12 +34,11 @@ from typing import Any, NamedTuple
 
 import openai
 import requests
-import sharing
-import systems
 import torch
-from systems import ROOT, SYSTEMS
-from task_report import Answer, compare, draw, is_right, tables
 
+from benchmarks import sharing, systems
+from benchmarks.systems import ROOT, SYSTEMS
+from benchmarks.task_report import Answer, compare, draw, is_right, tables
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ServerProcess, free_port
 from sglang_dflash.train.prompts import sha256

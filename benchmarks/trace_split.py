@@ -1,6 +1,6 @@
 """Where a decode step's GPU time goes, from a trace that SGLang's profiler wrote of our worker.
 
-    python benchmarks/trace_split.py TRACE.json.gz [--top 15] [--out split.json]
+    python -m benchmarks.trace_split TRACE.json.gz [--top 15] [--out split.json]
 
 A step begins with our `_build_block` kernel, drafting ends with the first `_argmax_merge` and
 verifying with `_accept_block`. Only whole steps count, and not the first, which the profiler draws

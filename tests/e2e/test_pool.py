@@ -6,9 +6,9 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import load
 import requests
 
+from benchmarks import load
 from sglang_dflash.testing.server import SCHEDULES, Server
 
 POOL = 640

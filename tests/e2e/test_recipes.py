@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import recipes
 import torch
 
+from benchmarks import recipes
 from sglang_dflash.testing.server import ROOT, free_port
 
 RECIPE = "qwen3-4b"

@@ -23,7 +23,7 @@ PAIR = ROOT / "sglang_dflash" / "pairs" / "tiny"
 
 
 def command(*arguments: object) -> list[str]:
-    found = [sys.executable, "benchmarks/serving.py", *map(str, arguments)]
+    found = [sys.executable, "-m", "benchmarks.serving", *map(str, arguments)]
     found += ["--model-path", str(PAIR / "target"), "--draft-model-path", str(PAIR / "drafter")]
     found += ["--requests", "1", "3", "--contexts", "32", "--lengths", "8", "120"]
     return found
@@ -109,7 +109,7 @@ def servers_at(port: int) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         line = process.info["cmdline"] or []
-        serves = "--port" in line and str(port) in line and "benchmarks/serving.py" not in line
+        serves = "--port" in line and str(port) in line and "benchmarks.serving" not in line
         if serves and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found

@@ -1,4 +1,4 @@
-"""A short storm in every test run; `python benchmarks/soak.py` is the long one."""
+"""A short storm in every test run; `python -m benchmarks.soak` is the long one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import soak
-import soak_requests
 import torch
-from soak_requests import Answer, Ask, flaw, gap_at_first_difference, seeded_race
 from transformers import AutoModelForCausalLM
 
+from benchmarks import soak, soak_requests
+from benchmarks.soak_requests import Answer, Ask, flaw, gap_at_first_difference, seeded_race
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.testing.server import SCHEDULES
 

@@ -43,7 +43,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments += ["--max-tokens", "40", "--out", str(folder / "out"), "--context-length", "512"]
     arguments += ["--side-by-side"]
     ran = subprocess.run(
-        [sys.executable, "benchmarks/tasks.py", *arguments],
+        [sys.executable, "-m", "benchmarks.tasks", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -91,7 +91,7 @@ def test_accept_length_is_what_the_server_counted(found: dict[str, Any]) -> None
 
 
 def test_the_result_says_where_it_comes_from(found: dict[str, Any], out: Path) -> None:
-    assert found["command"].startswith("python benchmarks/tasks.py --tasks gsm8k mtbench")
+    assert found["command"].startswith("python -m benchmarks.tasks --tasks gsm8k mtbench")
     assert found["sglang"] and found["torch"]
     assert "; ours torch_native, draft torch_native." in out.with_suffix(".md").read_text()
     assert all(result["beside"] == 1 for result in found["results"].values())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 import pytest
-import sharing
-import systems
+
+from benchmarks import sharing, systems
 
 SHAPES = systems.ROOT / "benchmarks" / "shapes"
 TOKENS = sharing.pool_tokens(32, 512 + 1033)

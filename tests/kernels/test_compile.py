@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import step_ops
 import torch
 import triton
 from interpreter import INTERPRETED
@@ -20,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
+from benchmarks import step_ops
 from sglang_dflash import kernels
 from sglang_dflash.kernels import thin_linear, triton_ops
 from sglang_dflash.kernels.verify_attention import LayerShape, VerifyAttention

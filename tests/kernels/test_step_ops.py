@@ -6,8 +6,7 @@ import torch
 from interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
 if INTERPRETED or torch.cuda.is_available():
-    import step_ops
-
+    from benchmarks import step_ops
     from sglang_dflash.kernels import triton_ops
 
 

@@ -27,15 +27,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-for folder in ("benchmarks", "tests/smoke"):
+for folder in (".", "tests/smoke"):
     sys.path.insert(0, str(ROOT / folder))
 
-import recipes  # noqa: E402
-import systems  # noqa: E402
 import torch  # noqa: E402
 from checks import ask_plain, check_answers, check_exact, check_worker, draw_prompts  # noqa: E402
 from families import FAMILIES, Family  # noqa: E402
 
+from benchmarks import recipes, systems  # noqa: E402
 from sglang_dflash.pairs import tiny_target  # noqa: E402
 from sglang_dflash.testing.server import SCHEDULES, START_TIMEOUT_S, Server, free_port  # noqa: E402
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import recipes
-import systems
-from recipe_report import report
+
+from benchmarks import recipes, systems
+from benchmarks.recipe_report import report
 
 
 def measured(step_ms: float, call: int = 0, **cell: Any) -> dict[str, Any]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import load
 import pytest
-import serving
-import sharing
-import systems
+
+from benchmarks import load, serving, sharing, systems
 
 
 class Served:
@@ -211,11 +210,22 @@ def test_a_result_names_the_release(tmp_path: Path) -> None:
     assert text == "`python x.py`, no GPU, SGLang 0.5.17, commit abc\n\nthe table\n"
 
 
+def test_the_recorded_command_can_be_run_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = str(tmp_path / "out")
+    monkeypatch.setattr("sys.argv", [str(systems.ROOT / "benchmarks" / "kernels.py"), "--out", out])
+    program = sys.modules["__main__"]
+    monkeypatch.setattr(program, "__spec__", importlib.util.find_spec("benchmarks.kernels"))
+    assert systems.recorded_command() == "python -m benchmarks.kernels"
+    monkeypatch.setattr(program, "__spec__", None)
+    assert systems.recorded_command() == "python benchmarks/kernels.py"
+
+
 def test_serving_needs_nothing_of_this_package_but_the_harness() -> None:
     """Another SGLang release is measured where the rest of it could not be imported."""
     program = (
-        "import sys; sys.modules['sglang'] = None; sys.path.insert(0, 'benchmarks');"
-        "import serving;"
+        "import sys; sys.modules['sglang'] = None; import benchmarks.serving;"
         "print(*sorted(name for name in sys.modules if name.startswith('sglang_dflash.')))"
     )
     ran = subprocess.run(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import tasks
-from task_report import Answer, compare, is_right, tables
+
+from benchmarks import tasks
+from benchmarks.task_report import Answer, compare, is_right, tables
 
 
 def answer(question: str, turn: int, *token_ids: int) -> Answer:

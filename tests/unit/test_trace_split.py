@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from trace_split import split
+
+from benchmarks.trace_split import split
 
 STEP_US = 1000.0
 # name, start within the step, duration
