@@ -99,7 +99,8 @@ def add_load_options(parser: argparse.ArgumentParser, *, lengths: tuple[int, int
         type=int,
         default=[2, 6],
         metavar=("FEWEST", "MOST"),
-        help=f"of each length; ends once the two fastest agree within {AGREEMENT:.0%}",
+        # argparse formats it: %% is a percent sign
+        help=f"of each length; ends once the two fastest agree within {AGREEMENT:.0%}%",
     )
 
 

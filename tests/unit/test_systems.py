@@ -89,6 +89,12 @@ def test_one_try_has_no_spread_and_is_not_marked() -> None:
     assert systems.is_unsteady({"spread": 0.051}) and not systems.is_unsteady({"spread": 0.05})
 
 
+def test_the_help_can_be_read() -> None:
+    parser = argparse.ArgumentParser()
+    load.add_load_options(parser, lengths=(64, 320))
+    assert "agree within 5%" in " ".join(parser.format_help().split())
+
+
 @pytest.mark.parametrize("wrong", [["--lengths", "313", "73"], ["--tries", "3", "2"]])
 def test_numbers_that_do_not_rise_are_refused(
     wrong: list[str], capsys: pytest.CaptureFixture[str]
