@@ -41,7 +41,7 @@ test: venv lint
 
 # with the Python that has SGLang and a GPU, at most 8 minutes; SMOKE="--families gemma4" runs a part
 smoke:
-	@$(PYTHON) tests/smoke/run.py $(SMOKE)
+	@$(PYTHON) -m tests.smoke.run $(SMOKE)
 
 lint: venv
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

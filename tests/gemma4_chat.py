@@ -29,8 +29,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from gemma4_tokenizer import FILES
-from tiny_models import make_drafter
+from tests.gemma4_tokenizer import FILES
+from tests.tiny_models import make_drafter
 
 VOCAB = 262_144
 BLOCK = 8  # half as long as released ones: with so many tokens, most of a step is the head

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from schedules import follows
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.testing.server import ROOT, SCHEDULES, Server
 from sglang_dflash.train.data import sample_prompts
+from tests.schedules import follows
 
 # short context and small chunks, so that both are reached within seconds
 SHAPE = ("--context-length", "512", "--chunked-prefill-size", "64", "--max-total-tokens", "8192")

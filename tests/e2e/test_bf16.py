@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import requests
 
-from e2e.conftest import SHAPE, start_together
 from sglang_dflash.testing.server import Server
+from tests.e2e.conftest import SHAPE, start_together
 
 pytestmark = pytest.mark.gpu
 

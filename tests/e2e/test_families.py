@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from e2e.conftest import SCRIPTED, start_together
 from sglang_dflash.reference import Drafter, generate, generate_plain
 from sglang_dflash.testing.server import Server
-from tiny_models import VOCAB, load_target, make_drafter, make_target
+from tests.e2e.conftest import SCRIPTED, start_together
+from tests.tiny_models import VOCAB, load_target, make_drafter, make_target
 
 NEW_TOKENS = 90
 PROMPT_LENS = (3, 20, 70, 150, 9, 64, 65, 33)

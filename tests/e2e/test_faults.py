@@ -12,8 +12,8 @@ import psutil
 import pytest
 import requests
 
-from e2e.conftest import SCRIPTED, SHAPE, start_together
 from sglang_dflash.testing.server import Server
+from tests.e2e.conftest import SCRIPTED, SHAPE, start_together
 
 
 @pytest.fixture(scope="module")

@@ -26,11 +26,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from e2e.conftest import SCRIPTED, start_together
-from gemma4_chat import BLOCK, Conversation, make_chat_pair
-from gemma4_tokenizer import Unavailable, gemma4_tokenizer
 from sglang_dflash.reference import Drafter, generate
 from sglang_dflash.testing.server import Server
+from tests.e2e.conftest import SCRIPTED, start_together
+from tests.gemma4_chat import BLOCK, Conversation, make_chat_pair
+from tests.gemma4_tokenizer import Unavailable, gemma4_tokenizer
 
 ARGS = ("--reasoning-parser", "gemma4", "--tool-call-parser", "gemma4", "--enable-cache-report")
 ARGS += ("--context-length", "1024", "--max-total-tokens", "8192", "--chunked-prefill-size", "256")

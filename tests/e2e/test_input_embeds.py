@@ -10,10 +10,10 @@ import pytest
 import requests
 from safetensors.torch import load_file
 
-from e2e.conftest import SHAPE, start_together
-from e2e.test_bf16 import NEAR_TIE, plain_with_gaps
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.testing.server import Server
+from tests.e2e.conftest import SHAPE, start_together
+from tests.e2e.test_bf16 import NEAR_TIE, plain_with_gaps
 
 UNCACHED = (*SHAPE, "--disable-radix-cache")
 HALF = (*UNCACHED, "--dtype", "bfloat16")

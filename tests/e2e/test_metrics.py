@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import requests
 
-from e2e.conftest import METERED_TOKENS as NEW_TOKENS
 from sglang_dflash.testing.server import ROOT, Server
+from tests.e2e.conftest import METERED_TOKENS as NEW_TOKENS
 
 BLOCK = 16
 

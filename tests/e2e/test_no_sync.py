@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from e2e.conftest import SHAPE
 from sglang_dflash.testing.server import Server
+from tests.e2e.conftest import SHAPE
 
 pytestmark = pytest.mark.gpu
 

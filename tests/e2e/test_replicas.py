@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from e2e.conftest import SHAPE
-from e2e.test_metrics import command, totals
 from launch import client
 from sglang_dflash.metrics import replicas_of
 from sglang_dflash.testing.server import Server
+from tests.e2e.conftest import SHAPE
+from tests.e2e.test_metrics import command, totals
 
 NEW_TOKENS = 40
 

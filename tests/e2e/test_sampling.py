@@ -16,10 +16,10 @@ import pytest
 import requests
 from tokenizers import Tokenizer
 
-from e2e.conftest import SCRIPTED, SHAPE
-from schedules import follows
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.testing.server import SCHEDULES, Server
+from tests.e2e.conftest import SCRIPTED, SHAPE
+from tests.schedules import follows
 
 # to save time; `pytest --schedules "in turn,overlap,plan stream"` runs all under each
 pytestmark = pytest.mark.usual_schedule("plan stream")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smoke import run
-from smoke.checks import EXACT, Checks
+from tests.smoke import run
+from tests.smoke.checks import EXACT, Checks
 
 GEMMA = run.FAMILIES[0]
 

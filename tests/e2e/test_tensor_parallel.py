@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from e2e.conftest import SHAPE
-from e2e.test_metrics import totals
 from sglang_dflash.testing.server import Server
+from tests.e2e.conftest import SHAPE
+from tests.e2e.test_metrics import totals
 
 NEW_TOKENS = 60
 

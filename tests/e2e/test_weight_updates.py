@@ -14,11 +14,11 @@ import requests
 import torch
 from safetensors.torch import load_file, save_file
 
-from e2e.conftest import SHAPE, start_together
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.reference import generate_plain
 from sglang_dflash.testing.server import Server, free_port
-from tiny_models import load_target, make_drafter, make_target
+from tests.e2e.conftest import SHAPE, start_together
+from tests.tiny_models import load_target, make_drafter, make_target
 
 ANSWER = {"max_new_tokens": 60, "ignore_eos": True}
 NORM = "model.norm.weight"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny_models import make_drafter, make_target
+from tests.tiny_models import make_drafter, make_target
 
 
 @pytest.fixture(scope="session")

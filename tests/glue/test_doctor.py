@@ -16,7 +16,7 @@ import torch
 from sglang_dflash.__main__ import main
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ROOT
-from tiny_models import write_hybrid_config
+from tests.tiny_models import write_hybrid_config
 
 PAIR = ["--model-path", str(tiny_target()), "--speculative-draft-model-path", str(tiny_drafter())]
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.draft_model import DFlashDraftModel
 from sglang_dflash.pairs import tiny_drafter
-from tiny_models import make_drafter
+from tests.tiny_models import make_drafter
 
 # four query and two key heads: at 4 every key head stands on two ranks
 TP_SIZES = [1, 2, 4]

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.server_args import describe_target
-from tiny_models import HYBRIDS, write_hybrid_config
+from tests.tiny_models import HYBRIDS, write_hybrid_config
 
 
 @pytest.mark.parametrize("model_type", HYBRIDS)

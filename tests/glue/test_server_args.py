@@ -12,7 +12,7 @@ import pytest
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.server_args import handle_dflash, read_drafter
 from sglang_dflash.testing.server import free_port
-from tiny_models import write_hybrid_config
+from tests.tiny_models import write_hybrid_config
 
 
 def parse(models: Path, *extra: str, drafter: Path | str | None = None) -> Any:

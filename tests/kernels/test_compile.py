@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import triton
-from interpreter import INTERPRETED
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
@@ -23,6 +22,7 @@ from benchmarks import step_ops
 from sglang_dflash import kernels
 from sglang_dflash.kernels import thin_linear, triton_ops
 from sglang_dflash.kernels.verify_attention import LayerShape, VerifyAttention
+from tests.kernels.interpreter import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
 from sglang_dflash.kernels import reference
+from tests.kernels.interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
 if INTERPRETED or torch.cuda.is_available():
     from sglang_dflash.kernels.qkv_norm import norm_and_turn

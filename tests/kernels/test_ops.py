@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
 from sglang_dflash.kernels import TORCH, Noise, triton_ops
+from tests.kernels.interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
 if INTERPRETED or torch.cuda.is_available():
     from sglang_dflash.kernels import reference

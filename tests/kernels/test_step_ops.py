@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
+
+from tests.kernels.interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
 if INTERPRETED or torch.cuda.is_available():
     from benchmarks import step_ops

@@ -1,7 +1,7 @@
 """Every family that the recipes name, on one GPU, in minutes: does it start, and is it right.
 
-    make smoke                                    # on a machine with a GPU and SGLang
-    python tests/smoke/run.py --families gemma4   # one of them
+    make smoke                                       # on a machine with a GPU and SGLang
+    python -m tests.smoke.run --families gemma4      # one of them, from the root
 
 Each family is served at its real head shapes with few layers and random weights, three servers at a
 time: plain decoding and DFLASH in fp32 (Triton drafts), whose answers must be equal token for
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 import traceback
@@ -26,17 +25,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-for folder in (".", "tests/smoke"):
-    sys.path.insert(0, str(ROOT / folder))
+import torch
 
-import torch  # noqa: E402
-from checks import ask_plain, check_answers, check_exact, check_worker, draw_prompts  # noqa: E402
-from families import FAMILIES, Family  # noqa: E402
-
-from benchmarks import recipes, systems  # noqa: E402
-from sglang_dflash.pairs import tiny_target  # noqa: E402
-from sglang_dflash.testing.server import SCHEDULES, START_TIMEOUT_S, Server, free_port  # noqa: E402
+from benchmarks import recipes, systems
+from sglang_dflash.pairs import tiny_target
+from sglang_dflash.testing.server import ROOT, SCHEDULES, START_TIMEOUT_S, Server, free_port
+from tests.smoke.checks import ask_plain, check_answers, check_exact, check_worker, draw_prompts
+from tests.smoke.families import FAMILIES, Family
 
 PLUGINS = ROOT / "tests" / "plugins"
 LARGEST_GRAPH = 4

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smoke import since
+from tests.smoke import since
 
 
 @pytest.fixture
