@@ -1,1 +1,5 @@
 """Whatever makes a number: from the root of the repository, `python -m benchmarks.serving` etc."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent

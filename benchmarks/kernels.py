@@ -1,4 +1,4 @@
-"""Time our kernels at the shapes we serve, against SGLang's kernels and the card's bandwidth.
+"""Time our kernels at the shapes we serve, against SGLang's kernels and the GPU's bandwidth.
 
     python -m benchmarks.kernels --out benchmarks/results/kernels
     python -m benchmarks.kernels --sweep
@@ -27,8 +27,8 @@ import torch
 import triton
 from torch import Tensor
 
-from benchmarks import step_ops, systems
-from benchmarks.card import Card, measure_card, replay_us
+from benchmarks import result_files, step_ops
+from benchmarks.gpu import Gpu, measure_gpu, replay_us
 from sglang_dflash.kernels import reference, triton_ops
 from sglang_dflash.kernels.verify_attention import TILES, LayerShape, Tile, VerifyAttention
 
@@ -115,12 +115,12 @@ class Problem:
         own = (self.query, self.block_keys, self.block_values, self.out)
         return (*own, self.key_cache, self.value_cache)
 
-    def floor_us(self, card: Card) -> float:
+    def floor_us(self, gpu: Gpu) -> float:
         moved = sum(x.nbytes for x in self.tensors[:4]) + self.kv_bytes
         shape = self.layer.shape
         products = self.keys * shape.num_q_heads * (shape.head_dim + shape.v_head_dim)
         flops = 2 * products * self.requests * self.block_size
-        return max(moved / card.bandwidth, flops / card.flops) * 1e6
+        return max(moved / gpu.bandwidth, flops / gpu.flops) * 1e6
 
     def ours(self, tile: Tile | None = None) -> Callable[[Tensor], None]:
         dim = max(64, triton.next_power_of_2(max(self.query.shape[2], self.out.shape[2])))
@@ -185,7 +185,7 @@ class Problem:
 
 
 def problems(
-    options: argparse.Namespace, card: Card, layers: Iterable[Layer]
+    options: argparse.Namespace, gpu: Gpu, layers: Iterable[Layer]
 ) -> Iterator[tuple[Problem, int]]:
     chosen = [layer for layer in layers if options.layer in layer.name]
     for layer, requests, context in itertools.product(chosen, options.requests, options.contexts):
@@ -199,7 +199,7 @@ def problems(
                 context,
                 block_size=options.block_size,
                 page_size=options.page_size,
-                l2=card.l2_bytes,
+                l2=gpu.l2_bytes,
             ),
             context,
         )
@@ -215,10 +215,10 @@ def sglang_kernel() -> Callable[..., None] | None:
     return extend_attention_fwd
 
 
-def measure(options: argparse.Namespace, card: Card) -> list[Row]:
+def measure(options: argparse.Namespace, gpu: Gpu) -> list[Row]:
     rows = []
     theirs = sglang_kernel()
-    for problem, context in problems(options, card, LAYERS):
+    for problem, context in problems(options, gpu, LAYERS):
         ours = problem.ours()
         error = problem.error(ours)
         if not error < MAX_ERROR:
@@ -232,7 +232,7 @@ def measure(options: argparse.Namespace, card: Card) -> list[Row]:
             context=context,
             ours_us=problem.time_us(ours, options.replays),
             sglang_us=theirs and problem.time_us(problem.sglang(theirs), options.replays),
-            floor_us=problem.floor_us(card),
+            floor_us=problem.floor_us(gpu),
             kv_gb=problem.kv_bytes / 1e9,
         )
         print(markdown_line(row), flush=True)
@@ -305,7 +305,7 @@ def rank(
     return sorted(scores, key=lambda score: score[0])
 
 
-def sweep(options: argparse.Namespace, card: Card) -> dict[int, list[tuple[float, Tile]]]:
+def sweep(options: argparse.Namespace, gpu: Gpu) -> dict[int, list[tuple[float, Tile]]]:
     """Rank tiles per head dim, then the best three over how runs are cut."""
     found = {}
     context = multiprocessing.get_context("spawn")
@@ -318,7 +318,7 @@ def sweep(options: argparse.Namespace, card: Card) -> dict[int, list[tuple[float
             if fault:
                 print(f"    out   {tile}: {fault}")
         fit = [tile for tile, fault in zip(tiles, faults, strict=True) if not fault]
-        cases = [(p, p.floor_us(card)) for p, _ in problems(options, card, [layer])]
+        cases = [(p, p.floor_us(gpu)) for p, _ in problems(options, gpu, [layer])]
         best = [tile for _, tile in rank(fit, cases, options.replays)[:3]]
         cuts = itertools.product(best, (1, 2, 3, 4), (32, 64, 128, 256))
         recut = [replace(tile, ctas_per_sm=ctas, min_run=run) for tile, ctas, run in cuts]
@@ -349,7 +349,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--sweep", action="store_true", help="rank tiles and print the best table")
     parser.add_argument("--processes", type=int, default=8, help="that compile for --sweep")
-    systems.add_result_options(parser, picture=False, servers=False)
+    result_files.add_result_options(parser, picture=False, servers=False)
     return parser.parse_args()
 
 
@@ -357,11 +357,11 @@ def main() -> None:
     options = parse_options()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/kernels.py measures on an NVIDIA GPU, and torch sees none.")
-    card = measure_card()
-    print(f"{card.name}: {card.bandwidth / 1e12:.2f} TB/s, {card.flops / 1e12:.0f} TFLOP/s bf16")
-    result: dict[str, Any] = systems.provenance(options.commit) | {"card": asdict(card)}
+    gpu = measure_gpu()
+    print(f"{gpu.name}: {gpu.bandwidth / 1e12:.2f} TB/s, {gpu.flops / 1e12:.0f} TFLOP/s bf16")
+    result: dict[str, Any] = result_files.provenance(options.commit) | {"card": asdict(gpu)}
     if options.sweep:
-        ranked = sweep(options, card)
+        ranked = sweep(options, gpu)
         result["sweep"] = {
             dim: [{"over_floor": score, **asdict(tile)} for score, tile in ranking]
             for dim, ranking in ranked.items()
@@ -369,10 +369,10 @@ def main() -> None:
         text = tile_table(ranked)
     else:
         print(HEADER)
-        rows = measure(options, card)
+        rows = measure(options, gpu)
         print(step_ops.HEADER)
         op_rows = []
-        for op_row in step_ops.measure_ops(options.requests, triton_ops(), card, options.replays):
+        for op_row in step_ops.measure_ops(options.requests, triton_ops(), gpu, options.replays):
             print(step_ops.markdown_line(op_row), flush=True)
             op_rows.append(op_row)
         result |= {"rows": [asdict(r) for r in rows], "ops": [asdict(r) for r in op_rows]}
@@ -385,7 +385,7 @@ def main() -> None:
             ]
         )
     if options.out:
-        systems.write(result, options.out, text)
+        result_files.write(result, options.out, text)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import requests
 
-from benchmarks.systems import AGREEMENT, read_config
+from benchmarks.result_files import AGREEMENT
+from benchmarks.systems import read_config
 from sglang_dflash.testing.server import ServerProcess
 
 SAMPLING = {

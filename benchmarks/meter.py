@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import systems
+from benchmarks import result_files
 from sglang_dflash.glue.metrics import STAGES, Bookkeeping, Export
 from sglang_dflash.metrics import AcceptanceAlarm
 
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--step-ms", nargs="+", type=float, help="of each number of requests")
-    systems.add_result_options(parser, picture=False, servers=False)
+    result_files.add_result_options(parser, picture=False, servers=False)
     options = parser.parse_args()
     if options.step_ms and len(options.step_ms) != len(options.requests):
         parser.error(f"--step-ms has {len(options.step_ms)} values, --requests {options.requests}")
@@ -90,7 +90,8 @@ def main() -> None:
     shown = table(rows)
     print(shown)
     if options.out:
-        systems.write({**systems.provenance(options.commit), "rows": rows}, options.out, shown)
+        found = {**result_files.provenance(options.commit), "rows": rows}
+        result_files.write(found, options.out, shown)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.systems import AGREEMENT, SYSTEMS, backends_text, is_unsteady, kind_of
+from benchmarks.result_files import AGREEMENT, is_unsteady
+from benchmarks.systems import SYSTEMS, backends_text, kind_of
 
 MEMORY = {
     "target_weights": "target",

@@ -35,9 +35,9 @@ from typing import Any, NamedTuple
 import openai
 import requests
 
-from benchmarks import load, sharing, systems
+from benchmarks import ROOT, load, result_files, sharing, systems
 from benchmarks.recipe_report import reason_of, report
-from benchmarks.systems import ROOT, SYSTEMS
+from benchmarks.systems import SYSTEMS
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.testing.server import NO_ANSWER, START_TIMEOUT_S, ServerProcess, free_port
 
@@ -163,7 +163,7 @@ def measure(cell: Cell, server: ServerProcess, options: argparse.Namespace) -> d
             step_ms = 1000 * num_requests * max(cell.length, 1) / rate.tokens_per_s
             point = {"requests": num_requests, **rate.numbers(), "step_ms": round(step_ms, 3)}
             found["points"].append(point)
-        found["command"] = [systems.short_path(word) for word in server.command]
+        found["command"] = [result_files.short_path(word) for word in server.command]
         return found
     except (requests.RequestException, openai.OpenAIError, AssertionError) as error:
         end = server.log()[-3000:]
@@ -205,7 +205,8 @@ class Results:
         calls: list[Any] = earlier.pop("earlier_calls", [])
         if earlier:
             calls.append({name: earlier[name] for name in ("command", "commit", "gpu")})
-        self._about = systems.provenance(options.commit, hidden=("--shapes", "--tokenizer-path"))
+        hidden = ("--shapes", "--tokenizer-path")
+        self._about = result_files.provenance(options.commit, hidden=hidden)
         self._about |= {"context": options.context, "earlier_calls": calls}
 
     def has(self, cell: Cell) -> bool:
@@ -221,7 +222,7 @@ class Results:
     def write(self) -> None:
         if self._options.out:
             found = {**self._about, "cells": self.cells}
-            systems.write(found, self._options.out, self.text())
+            result_files.write(found, self._options.out, self.text())
 
     def text(self) -> str:
         table = report(list(self.cells.values()), shown_lengths=self._options.show_lengths)
@@ -273,7 +274,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=PORT)
     parser.add_argument("--budget-s", type=float, default=0.0, help="0: no limit")
     parser.add_argument("--retry", action="store_true", help="try what failed earlier again")
-    systems.add_result_options(parser, picture=False)
+    result_files.add_result_options(parser, picture=False)
     options, options.server_args = parser.parse_known_args(arguments)
     load.check_load_options(parser, options)
     known = known_recipes(options.shapes)

@@ -31,7 +31,7 @@ from typing import Any
 import requests
 import torch
 
-from benchmarks import load, systems
+from benchmarks import ROOT, load, result_files, systems
 from benchmarks.load import SAMPLING, decode_rate, draw_prompts, run_batch
 from benchmarks.systems import SYSTEMS
 from benchmarks.trace_split import report, split
@@ -45,7 +45,7 @@ def serve(system: str, options: argparse.Namespace) -> ServerProcess:
     on_gpu = torch.cuda.is_available()
     command = [sys.executable, "-m", "sglang.launch_server", "--skip-server-warmup"]
     if not on_gpu:
-        command = [str(systems.ROOT / "launch" / "cpu.sh")]
+        command = [str(ROOT / "launch" / "cpu.sh")]
     command += ["--port", str(options.port), "--model-path", options.model_path]
     command += ["--trust-remote-code", "--load-format", options.load_format]
     command += ["--skip-tokenizer-init"]
@@ -202,7 +202,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--trace", action="store_true", help="split our step's GPU time, too")
-    systems.add_result_options(parser, picture=True)
+    result_files.add_result_options(parser, picture=True)
     options, options.server_args = parser.parse_known_args()
     load.check_load_options(parser, options)
     if options.picture is None and not (options.model_path and options.draft_model_path):
@@ -216,7 +216,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     if options.picture:
-        draw(json.loads(options.picture.read_text()), options.picture.with_suffix(".png"))
+        result_files.redraw(options.picture, draw)
         return
     results = earlier(options)
     for system in options.systems:
@@ -239,7 +239,7 @@ def main() -> None:
 
 def finding(results: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     return {
-        **systems.provenance(options.commit),
+        **result_files.provenance(options.commit),
         "agreement_with_plain": compare_outputs(results),
         "results": results,
     }
@@ -251,7 +251,7 @@ def earlier(options: argparse.Namespace) -> dict[str, Any]:
     if not path or not path.exists():
         return {}
     found = json.loads(path.read_text())
-    about = systems.provenance(options.commit)
+    about = result_files.provenance(options.commit)
     differing = [name for name in about if found.get(name) != about[name]]
     if differing:
         raise SystemExit(
@@ -261,7 +261,7 @@ def earlier(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(found: dict[str, Any], out: Path) -> None:
-    systems.write(found, out, table(found["results"]), draw)
+    result_files.write(found, out, table(found["results"]), draw)
 
 
 def rates(results: dict[str, Any]) -> dict[tuple[str, int, int], dict[str, dict[str, Any]]]:
@@ -298,7 +298,7 @@ def ratio_cell(found: dict[str, Any]) -> str:
 
 def rate_cell(point: dict[str, Any]) -> str:
     rate = f"{point['tokens_per_s']:.1f} ({point['step_ms']:.2f})"
-    if systems.is_unsteady(point):
+    if result_files.is_unsteady(point):
         rate += f", tries {point['spread']:.0%} apart"
     together = point.get("together", point["requests"])
     if together == point["requests"]:
@@ -326,14 +326,14 @@ def idle_shares(results: dict[str, Any]) -> list[str]:
 def draw(found: dict[str, Any], path: Path) -> None:
     """Draw rate over requests, a line per system, a panel per context and way of sampling."""
     rows = rates(found["results"])
-    panels: dict[str, dict[str, systems.Line]] = {}
+    panels: dict[str, dict[str, result_files.Line]] = {}
     for panel in sorted({key[:2] for key in rows}):
         here = {key[2]: point for key, point in rows.items() if key[:2] == panel}
         panels[f"{panel[0]}, context {panel[1]}"] = {
             system: [(n, s[system]["tokens_per_s"]) for n, s in here.items() if system in s]
             for system in found["results"]
         }
-    systems.draw_rates(panels, found, path)
+    result_files.draw_rates(panels, found, path)
 
 
 if __name__ == "__main__":

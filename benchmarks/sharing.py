@@ -1,6 +1,6 @@
-"""Servers that start at the same time on one card and are measured one after another.
+"""Servers that start at the same time on one GPU and are measured one after another.
 
-Starting takes a minute a server and leaves the card idle, so `--side-by-side` starts several
+Starting takes a minute a server and leaves the GPU idle, so `--side-by-side` starts several
 together. Each is measured while the others wait for requests, asleep (`--sleep-on-idle`: SGLang's
 scheduler otherwise keeps a core busy), and is stopped after its turn.
 """
@@ -14,12 +14,12 @@ from typing import TypeVar
 
 import torch
 
-from benchmarks import systems
+from benchmarks import gpu, systems
 from sglang_dflash.testing.server import START_TIMEOUT_S, ServerProcess
 
 # SGLang gives KV what is free once its weights are loaded, less (1 - fraction) of what was free
 # before. Neighbours that load meanwhile count as its own weights do. So of servers that start
-# together the fraction bounds the sum, and an equal share of the card as each one's fraction would
+# together the fraction bounds the sum, and an equal share of the GPU as each one's fraction would
 # leave the later ones less than nothing. What keeps a pool small is its number of tokens; the
 # fraction only has to let all weights and pools through.
 FRACTION = 0.92
@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--side-by-side", action="store_true", help="start several servers at the same time"
     )
     parser.add_argument(
-        "--at-once", type=int, default=0, help="how many servers; default: as many as the card fits"
+        "--at-once", type=int, default=0, help="how many servers; default: as many as the GPU holds"
     )
 
 
@@ -67,7 +67,7 @@ def at_once(
         return options.at_once
     if not on_gpu():
         return len(systems.SYSTEMS)
-    return max(1, int(systems.card_gib() / server_gib(target, drafter, tokens)))
+    return max(1, int(gpu.memory_gib() / server_gib(target, drafter, tokens)))
 
 
 def server_gib(target: Path | str, drafter: Path | str, tokens: int) -> float:

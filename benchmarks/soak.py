@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import psutil
 import requests
 
-from benchmarks import systems
+from benchmarks import result_files, systems
 from benchmarks.soak_requests import (
     COMPARED,
     KINDS,
@@ -316,7 +316,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=64, help="tokens of a prefill")
     parser.add_argument("--max-running", type=int, default=16, help="requests that a server runs")
     parser.add_argument("--script", type=Path, help="starts a server; launch/cpu.sh if not given")
-    systems.add_result_options(parser, picture=False)
+    result_files.add_result_options(parser, picture=False)
     options = parser.parse_args(arguments)
     if options.updates is None:
         is_long = options.seconds >= LONG_STORM_S or options.requests >= LONG_STORM
@@ -398,11 +398,11 @@ def table(report: dict[str, Any]) -> str:
 def main() -> None:
     options = parse()
     with serving(options) as pairs:
-        report = {**systems.provenance(options.commit), **run(pairs, options)}
+        report = {**result_files.provenance(options.commit), **run(pairs, options)}
         # before the servers stop, which may take longer than whoever waits for the report
         shown = table(report)
         if options.out:
-            systems.write(report, options.out, shown)
+            result_files.write(report, options.out, shown)
         print(shown)
         print(
             json.dumps({name: report[name] for name in ("memory_mb", "free_kv_slots", "ties")}),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.card import Card, replay_us
+from benchmarks.gpu import Gpu, replay_us
 from sglang_dflash.kernels import TORCH, Noise, Ops
 from sglang_dflash.kernels.prefix_index import index_prefixes
 
@@ -73,7 +73,7 @@ def time_us(call: Call, replays: int, calls: int) -> float:
     return replay_us(graph.replay, replays) / calls
 
 
-def measure_ops(requests: list[int], ops: Ops, card: Card, replays: int) -> Iterator[OpRow]:
+def measure_ops(requests: list[int], ops: Ops, gpu: Gpu, replays: int) -> Iterator[OpRow]:
     for count in requests:
         for case in cases(count, ops, Sizes(), torch.bfloat16, "cuda"):
             ours = time_us(case.ours, replays, case.calls)
@@ -84,7 +84,7 @@ def measure_ops(requests: list[int], ops: Ops, card: Card, replays: int) -> Iter
                 twin_us=case.twin and time_us(case.twin, replays, case.calls),
                 sglang_us=case.sglang and time_of_theirs(case, replays),
                 tb_per_s=case.moved / ours / 1e6,
-                floor_us=case.moved / card.bandwidth * 1e6,
+                floor_us=case.moved / gpu.bandwidth * 1e6,
             )
 
 

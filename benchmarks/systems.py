@@ -1,24 +1,15 @@
-"""What the benchmarks share: the three systems, how each is started, and results on disk.
-
-A result file carries its command, commit, versions and GPU; a picture needs matplotlib.
-"""
+"""The three systems that are compared: how each is named, started and described in a table."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from sglang_dflash.testing.server import SCHEDULES, ServerProcess
 
-ROOT = Path(__file__).resolve().parent.parent
 SYSTEMS = ("plain", "in-tree", "ours")
 PEERS = ("plain", "in-tree")
 # ours with overlap scheduling off, and on with the plan stream
@@ -26,12 +17,9 @@ SCHEDULED = {
     "ours-in-turn": SCHEDULES["in turn"],
     "ours-plan-stream": SCHEDULES["plan stream"],
 }
-PANELS_PER_ROW = 5
 KEPT_LOG = 2_000_000  # characters
 # ours at its best: its verify kernel runs inside SGLang's Triton backend
 OUR_TARGET_BACKEND, OUR_DRAFT_BACKEND = "triton", "fa4"
-# two runs of a point agree so far, or the table marks it
-AGREEMENT = 0.05
 
 
 def system_name(word: str) -> str:
@@ -119,11 +107,6 @@ def read_config(model_path: Path | str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def is_unsteady(point: dict[str, Any]) -> bool:
-    """Return whether two runs of a point disagree by more than a table can pass over."""
-    return (point.get("spread") or 0.0) > AGREEMENT
-
-
 def switches(system: str, simulate_accept_length: float = 0.0) -> dict[str, str]:
     """Return the environment that makes a server one of the systems."""
     kind = kind_of(system)
@@ -160,140 +143,9 @@ def memory_by_part(state: dict[str, Any], log: str) -> dict[str, Any]:
     return found
 
 
-def add_result_options(
-    parser: argparse.ArgumentParser, *, picture: bool, servers: bool = True
-) -> None:
-    """Add where results and logs go, and what is recorded with them."""
-    parser.add_argument("--commit", help="to record where the tree is a copy without its history")
-    files = "OUT.json, OUT.md and OUT.png" if picture else "OUT.json and OUT.md"
-    parser.add_argument("--out", type=Path, help=f"writes {files}")
-    if servers:
-        parser.add_argument("--logs", type=Path, help="folder for each server's log and traces")
-    if picture:
-        parser.add_argument("--picture", type=Path, help="only draw the picture of a result file")
-
-
 def stop_server(server: ServerProcess, logs: Path | None, name: str) -> None:
     """Stop a server; where there is a folder for logs, keep the end of its own there."""
     server.stop()
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
         (logs / f"{name}.log").write_text(server.log()[-KEPT_LOG:])
-
-
-def provenance(commit: str | None, *, hidden: Iterable[str] = ()) -> dict[str, Any]:
-    """Return what a reader needs to judge the numbers: command, commit, card and versions."""
-    import torch
-    import triton
-
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    return {
-        "command": recorded_command(("--out", "--logs", *hidden)),
-        "commit": commit or git.stdout.strip() or None,
-        "gpu": gpu_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "sglang": version("sglang"),
-    }
-
-
-def gpu_name() -> str:
-    """Return the card's name; torch would take memory on it to tell, which the servers need."""
-    import torch
-
-    return ask_card("name") or torch.cuda.get_device_name()
-
-
-def card_gib() -> float:
-    """Return the memory of the card."""
-    import torch
-
-    mib = ask_card("memory.total")
-    return float(mib) / 1024 if mib else torch.cuda.get_device_properties(0).total_memory / 2**30
-
-
-def ask_card(what: str) -> str | None:
-    """Return what nvidia-smi says of the first card, None where there is no nvidia-smi."""
-    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
-    with contextlib.suppress(OSError):
-        found = subprocess.run(query, capture_output=True, text=True)
-        if found.returncode == 0 and found.stdout.strip():
-            return found.stdout.splitlines()[0].strip()
-    return None
-
-
-def short_path(word: str) -> str:
-    """Return a path of this machine by its name, relative to the repository inside of it; any other
-    word as it is."""
-    if not word.startswith("/"):
-        return word
-    path = Path(word)
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
-
-
-def recorded_command(hidden: Iterable[str] = ("--out", "--logs")) -> str:
-    """Return the command without the options that only say where files lie."""
-    module = sys.modules["__main__"].__spec__
-    kept = ["-m", module.name] if module else [short_path(sys.argv[0])]
-    skip = False
-    for word in sys.argv[1:]:
-        if not skip and word not in hidden:
-            kept.append(short_path(word))
-        skip = word in hidden
-    return " ".join(["python", *kept])
-
-
-def release(found: dict[str, Any]) -> str:
-    return f"SGLang {found['sglang']}"
-
-
-def write(
-    found: dict[str, Any],
-    out: Path,
-    text: str,
-    draw: Callable[[dict[str, Any], Path], None] | None = None,
-) -> None:
-    """Write OUT.json, OUT.md and, where matplotlib is at hand, OUT.png."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    about = f"`{found['command']}`, {found['gpu'] or 'no GPU'}, {release(found)}, commit "
-    about += f"{found['commit']}"
-    out.with_suffix(".md").write_text(f"{about}\n\n{text}\n")
-    if draw is None:
-        return
-    try:
-        draw(found, out.with_suffix(".png"))
-    except ImportError:
-        print(f"no picture: matplotlib is missing. Elsewhere: --picture {out}.json")
-
-
-Line = list[tuple[int, float]]
-
-
-def draw_rates(panels: Mapping[str, Mapping[str, Line]], found: dict[str, Any], path: Path) -> None:
-    """Draw rate over requests: a panel per title, a line per label."""
-    import matplotlib.pyplot as plt
-
-    if not panels:
-        return
-    columns = min(len(panels), PANELS_PER_ROW)
-    rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(5 * columns, 4 * rows), squeeze=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
-    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=False):
-        for label, points in lines.items():
-            axis.plot(*zip(*points, strict=True), marker="o", label=label)
-        ticks = sorted({x for points in lines.values() for x, _ in points})
-        axis.set(title=title, xlabel="concurrent requests")
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xticks(ticks, [str(n) for n in ticks])
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("decoded tokens per second")
-    axes[0][0].legend()
-    about = [found["gpu"] or "no GPU", release(found), f"commit {str(found['commit'])[:8]}"]
-    figure.suptitle(", ".join(about), fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import systems
+from benchmarks import result_files, systems
 
 TITLES = {
     "gsm8k": "GSM8K",
@@ -153,7 +153,7 @@ def grid(
 
 def speed(system: str, here: dict[str, dict[str, Any]]) -> str:
     rate = here[system]["tokens_per_s"]
-    shown = f"{rate:.1f}{'?' if systems.is_unsteady(here[system]) else ''}"
+    shown = f"{rate:.1f}{'?' if result_files.is_unsteady(here[system]) else ''}"
     if system == "plain" or "plain" not in here or not here["plain"]["tokens_per_s"]:
         return shown
     return f"{shown} ({rate / here['plain']['tokens_per_s']:.2f}x)"
@@ -187,8 +187,9 @@ def tables(results: dict[str, Any]) -> str:
     measured = [point for result in results.values() for point in result["points"]]
     found = [f"{name} failed: {r['error']}" for name, r in results.items() if "error" in r]
     found.append(systems.backends_line(results))
-    if any(map(systems.is_unsteady, measured)):
-        found.append(f"? marks a rate whose rounds are more than {systems.AGREEMENT:.0%} apart.")
+    if any(map(result_files.is_unsteady, measured)):
+        apart = f"more than {result_files.AGREEMENT:.0%} apart"
+        found.append(f"? marks a rate whose rounds are {apart}.")
     for temperature in dict.fromkeys(point["temperature"] for point in measured):
         points = points_at(results, temperature)
         at = f"temperature {temperature:g}"
@@ -210,10 +211,10 @@ def tables(results: dict[str, Any]) -> str:
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """Draw rate over requests, a line per system, a panel per task and temperature."""
-    panels: dict[str, dict[str, systems.Line]] = {}
+    panels: dict[str, dict[str, result_files.Line]] = {}
     for system, result in found["results"].items():
         for point in result["points"]:
             title = f"{TITLES.get(point['task'], point['task'])}, temperature "
             lines = panels.setdefault(f"{title}{point['temperature']:g}", {})
             lines.setdefault(system, []).append((point["requests"], point["tokens_per_s"]))
-    systems.draw_rates(panels, found, path)
+    result_files.draw_rates(panels, found, path)

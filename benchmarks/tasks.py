@@ -36,8 +36,8 @@ import openai
 import requests
 import torch
 
-from benchmarks import sharing, systems
-from benchmarks.systems import ROOT, SYSTEMS
+from benchmarks import ROOT, result_files, sharing, systems
+from benchmarks.systems import SYSTEMS
 from benchmarks.task_report import Answer, compare, draw, is_right, tables
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ServerProcess, free_port
@@ -168,7 +168,7 @@ def ask_all(
 
 def describe_pair(target: str, drafter: str) -> dict[str, str]:
     """Return the pair's names, and which drafter it is where its folder is here."""
-    pair = {"target": systems.short_path(target), "drafter": systems.short_path(drafter)}
+    pair = {"target": result_files.short_path(target), "drafter": result_files.short_path(drafter)}
     weights = Path(drafter) / "model.safetensors"
     return {**pair, "drafter_sha256": sha256(weights)} if weights.is_file() else pair
 
@@ -270,7 +270,7 @@ class Run:
         ]
         self.results: dict[str, dict[str, Any]] = {}
         self._answers: dict[tuple[str, Point], list[Answer]] = {}
-        self._about = systems.provenance(options.commit, hidden=("--data",))
+        self._about = result_files.provenance(options.commit, hidden=("--data",))
         self._pair = describe_pair(options.model_path, options.draft_model_path)
 
     def run(self) -> None:
@@ -299,7 +299,7 @@ class Run:
 
     def _run_system(self, system: str, server: ServerProcess, result: dict[str, Any]) -> None:
         result["start_s"] = server.start_s
-        result["command"] = [systems.short_path(word) for word in server.command]
+        result["command"] = [result_files.short_path(word) for word in server.command]
         result["attention"] = systems.backends_in_use(server.info())
         print(f"{system}: ready after {server.start_s:.0f} s", flush=True)
         self._warm_up(server)
@@ -345,7 +345,7 @@ class Run:
     def write(self, *, picture: bool) -> None:
         if self.options.out:
             text = tables(self.results)
-            systems.write(self.found(), self.options.out, text, draw if picture else None)
+            result_files.write(self.found(), self.options.out, text, draw if picture else None)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -367,7 +367,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0])
     parser.add_argument("--thinking", action="store_true", help="let the chat template ask for it")
     sharing.add_options(parser)
-    systems.add_result_options(parser, picture=True)
+    result_files.add_result_options(parser, picture=True)
     options, options.server_args = parser.parse_known_args(arguments)
     strange = [s for s in options.systems if systems.kind_of(s) not in known]
     if strange:
@@ -382,7 +382,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     if options.picture:
-        draw(json.loads(options.picture.read_text()), options.picture.with_suffix(".png"))
+        result_files.redraw(options.picture, draw)
         return
     run = Run(options)
     run.run()

@@ -6,9 +6,9 @@ import argparse
 
 import pytest
 
-from benchmarks import sharing, systems
+from benchmarks import ROOT, gpu, sharing
 
-SHAPES = systems.ROOT / "benchmarks" / "shapes"
+SHAPES = ROOT / "benchmarks" / "shapes"
 TOKENS = sharing.pool_tokens(32, 512 + 1033)
 
 
@@ -28,11 +28,11 @@ def test_a_server_holds_weights_and_the_pool() -> None:
         (["--side-by-side", "--at-once", "2"], "qwen3-coder-30b-a3b", 2),
     ],
 )
-def test_as_many_servers_start_at_once_as_the_card_holds(
+def test_as_many_servers_start_at_once_as_the_gpu_holds(
     monkeypatch: pytest.MonkeyPatch, words: list[str], recipe: str, servers: int
 ) -> None:
     monkeypatch.setattr(sharing, "on_gpu", lambda: True)
-    monkeypatch.setattr(systems, "card_gib", lambda: 139.8)
+    monkeypatch.setattr(gpu, "memory_gib", lambda: 139.8)
     parser = argparse.ArgumentParser()
     sharing.add_options(parser)
     pair = SHAPES / recipe, SHAPES / f"{recipe}-draft"

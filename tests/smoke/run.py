@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import recipes, systems
+from benchmarks import gpu, recipes, result_files
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.testing.server import ROOT, SCHEDULES, START_TIMEOUT_S, Server, free_port
 from tests.smoke.checks import ask_plain, check_answers, check_exact, check_worker, draw_prompts
@@ -163,7 +163,7 @@ def is_fine(found: dict[str, Any]) -> bool:
 
 
 def result_file() -> Path:
-    card = systems.gpu_name().split()[-1].lower()
+    card = gpu.gpu_name().split()[-1].lower()
     return ROOT / "benchmarks" / "results" / f"smoke-{card}.json"
 
 
@@ -183,7 +183,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("The smoke needs a GPU that torch can use; `make test` needs none.")
     began = time.monotonic()
-    report: dict[str, Any] = systems.provenance(options.commit)
+    report: dict[str, Any] = result_files.provenance(options.commit)
     chosen = [family for family in FAMILIES if family.name in options.families]
     with ThreadPoolExecutor(options.at_once) as pool:
         results = pool.map(run_family, chosen)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import load, serving, sharing, systems
+from benchmarks import ROOT, load, result_files, serving, sharing, systems
 
 
 class Served:
@@ -85,8 +85,9 @@ def test_tries_go_on_until_two_agree(
 
 def test_one_try_has_no_spread_and_is_not_marked() -> None:
     assert load.spread_of([1.0], [2.0]) is None
-    assert not systems.is_unsteady({"spread": None}) and not systems.is_unsteady({})
-    assert systems.is_unsteady({"spread": 0.051}) and not systems.is_unsteady({"spread": 0.05})
+    for steady in ({"spread": None}, {}, {"spread": 0.05}):
+        assert not result_files.is_unsteady(steady)
+    assert result_files.is_unsteady({"spread": 0.051})
 
 
 def test_the_help_can_be_read() -> None:
@@ -151,8 +152,8 @@ def test_the_table_shows_idle_time_of_what_was_traced():
     assert alone.endswith("|---|---|---|---|\n| greedy | 512 | 8 | 100.0 (20.00) |")
 
 
-LLAMA = systems.ROOT / "benchmarks" / "shapes" / "llama-3.1-8b"
-GEMMA = systems.ROOT / "benchmarks" / "shapes" / "gemma4-31b"
+LLAMA = ROOT / "benchmarks" / "shapes" / "llama-3.1-8b"
+GEMMA = ROOT / "benchmarks" / "shapes" / "gemma4-31b"
 TARGET, DRAFT = "--attention-backend", "--speculative-draft-attention-backend"
 
 
@@ -211,7 +212,7 @@ def test_the_table_names_the_backends_that_served() -> None:
 
 def test_a_result_names_the_release(tmp_path: Path) -> None:
     found = {"command": "python x.py", "gpu": None, "commit": "abc", "sglang": "0.5.17"}
-    systems.write(found, tmp_path / "r", "the table")
+    result_files.write(found, tmp_path / "r", "the table")
     text = (tmp_path / "r.md").read_text()
     assert text == "`python x.py`, no GPU, SGLang 0.5.17, commit abc\n\nthe table\n"
 
@@ -220,12 +221,12 @@ def test_the_recorded_command_can_be_run_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     out = str(tmp_path / "out")
-    monkeypatch.setattr("sys.argv", [str(systems.ROOT / "benchmarks" / "kernels.py"), "--out", out])
+    monkeypatch.setattr("sys.argv", [str(ROOT / "benchmarks" / "kernels.py"), "--out", out])
     program = sys.modules["__main__"]
     monkeypatch.setattr(program, "__spec__", importlib.util.find_spec("benchmarks.kernels"))
-    assert systems.recorded_command() == "python -m benchmarks.kernels"
+    assert result_files.recorded_command() == "python -m benchmarks.kernels"
     monkeypatch.setattr(program, "__spec__", None)
-    assert systems.recorded_command() == "python benchmarks/kernels.py"
+    assert result_files.recorded_command() == "python benchmarks/kernels.py"
 
 
 def test_serving_needs_nothing_of_this_package_but_the_harness() -> None:
@@ -234,9 +235,7 @@ def test_serving_needs_nothing_of_this_package_but_the_harness() -> None:
         "import sys; sys.modules['sglang'] = None; import benchmarks.serving;"
         "print(*sorted(name for name in sys.modules if name.startswith('sglang_dflash.')))"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], cwd=systems.ROOT, capture_output=True, text=True
-    )
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["sglang_dflash.testing", "sglang_dflash.testing.server"]
 

@@ -1,8 +1,10 @@
-"""The GPU that kernels are measured on: its own bandwidth and arithmetic, and how time is taken."""
+"""The GPU of a measurement: name, memory, bandwidth, arithmetic, and how its time is taken."""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,21 +12,21 @@ import torch
 
 
 @dataclass(frozen=True)
-class Card:
+class Gpu:
     name: str
     bandwidth: float  # bytes a second, read and written
     flops: float  # of dense bf16
     l2_bytes: int
 
 
-def measure_card() -> Card:
+def measure_gpu() -> Gpu:
     properties = torch.cuda.get_device_properties(0)
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     copy_us = replay_us(lambda: target.copy_(source), 20)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product_us = replay_us(lambda: a @ b, 10)
-    return Card(
+    return Gpu(
         name=properties.name,
         bandwidth=2 * source.nbytes / copy_us * 1e6,
         flops=2 * 8192**3 / product_us * 1e6,
@@ -45,3 +47,24 @@ def replay_us(work: Callable[[], object], repeats: int) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3)
     return statistics.median(times)
+
+
+def gpu_name() -> str:
+    """Return the GPU's name; torch would take memory on it to tell, which the servers need."""
+    return query("name") or torch.cuda.get_device_name()
+
+
+def memory_gib() -> float:
+    """Return the size of the GPU's memory."""
+    mib = query("memory.total")
+    return float(mib) / 1024 if mib else torch.cuda.get_device_properties(0).total_memory / 2**30
+
+
+def query(what: str) -> str | None:
+    """Return what nvidia-smi says of the first GPU, None where there is no nvidia-smi."""
+    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError):
+        found = subprocess.run(query, capture_output=True, text=True)
+        if found.returncode == 0 and found.stdout.strip():
+            return found.stdout.splitlines()[0].strip()
+    return None

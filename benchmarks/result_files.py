@@ -1,0 +1,133 @@
+"""Result files: what is recorded with the numbers, tables and pictures on disk.
+
+A result file carries its command, commit, versions and GPU; a picture needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from benchmarks import ROOT
+from benchmarks.gpu import gpu_name
+
+PANELS_PER_ROW = 5
+# two runs of a point agree so far, or the table marks it
+AGREEMENT = 0.05
+
+Line = list[tuple[int, float]]
+Draw = Callable[[dict[str, Any], Path], None]
+
+
+def add_result_options(
+    parser: argparse.ArgumentParser, *, picture: bool, servers: bool = True
+) -> None:
+    """Add where results and logs go, and what is recorded with them."""
+    parser.add_argument("--commit", help="to record where the tree is a copy without its history")
+    files = "OUT.json, OUT.md and OUT.png" if picture else "OUT.json and OUT.md"
+    parser.add_argument("--out", type=Path, help=f"writes {files}")
+    if servers:
+        parser.add_argument("--logs", type=Path, help="folder for each server's log and traces")
+    if picture:
+        parser.add_argument("--picture", type=Path, help="only draw the picture of a result file")
+
+
+def provenance(commit: str | None, *, hidden: Iterable[str] = ()) -> dict[str, Any]:
+    """Return what a reader needs to judge the numbers: command, commit, GPU and versions."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    return {
+        "command": recorded_command(("--out", "--logs", *hidden)),
+        "commit": commit or git.stdout.strip() or None,
+        "gpu": gpu_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "sglang": version("sglang"),
+    }
+
+
+def recorded_command(hidden: Iterable[str] = ("--out", "--logs")) -> str:
+    """Return the command without the options that only say where files lie."""
+    module = sys.modules["__main__"].__spec__
+    kept = ["-m", module.name] if module else [short_path(sys.argv[0])]
+    skip = False
+    for word in sys.argv[1:]:
+        if not skip and word not in hidden:
+            kept.append(short_path(word))
+        skip = word in hidden
+    return " ".join(["python", *kept])
+
+
+def short_path(word: str) -> str:
+    """Return a path of this machine by its name, relative to the repository inside of it; any other
+    word as it is."""
+    if not word.startswith("/"):
+        return word
+    path = Path(word)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+def release(found: dict[str, Any]) -> str:
+    return f"SGLang {found['sglang']}"
+
+
+def write(found: dict[str, Any], out: Path, text: str, draw: Draw | None = None) -> None:
+    """Write OUT.json, OUT.md and, where matplotlib is at hand, OUT.png."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    about = f"`{found['command']}`, {found['gpu'] or 'no GPU'}, {release(found)}, commit "
+    about += f"{found['commit']}"
+    out.with_suffix(".md").write_text(f"{about}\n\n{text}\n")
+    if draw is None:
+        return
+    try:
+        draw(found, out.with_suffix(".png"))
+    except ImportError:
+        print(f"no picture: matplotlib is missing. Elsewhere: --picture {out}.json")
+
+
+def redraw(path: Path, draw: Draw) -> None:
+    """Draw the picture of a result file."""
+    draw(json.loads(path.read_text()), path.with_suffix(".png"))
+
+
+def is_unsteady(point: dict[str, Any]) -> bool:
+    """Return whether two runs of a point disagree by more than a table can pass over."""
+    return (point.get("spread") or 0.0) > AGREEMENT
+
+
+def draw_rates(panels: Mapping[str, Mapping[str, Line]], found: dict[str, Any], path: Path) -> None:
+    """Draw rate over requests: a panel per title, a line per label."""
+    import matplotlib.pyplot as plt
+
+    if not panels:
+        return
+    columns = min(len(panels), PANELS_PER_ROW)
+    rows = -(-len(panels) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(5 * columns, 4 * rows), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=False):
+        for label, points in lines.items():
+            axis.plot(*zip(*points, strict=True), marker="o", label=label)
+        ticks = sorted({x for points in lines.values() for x, _ in points})
+        axis.set(title=title, xlabel="concurrent requests")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(ticks, [str(n) for n in ticks])
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("decoded tokens per second")
+    axes[0][0].legend()
+    about = [found["gpu"] or "no GPU", release(found), f"commit {str(found['commit'])[:8]}"]
+    figure.suptitle(", ".join(about), fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
