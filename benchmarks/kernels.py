@@ -3,7 +3,7 @@
     python -m benchmarks.kernels --out benchmarks/results/kernels
     python -m benchmarks.kernels --sweep
 
-The other ops of a step are in step_ops.py. For verify attention a measurement is a CUDA graph of
+The other ops of a step are in op_cases.py. For verify attention a measurement is a CUDA graph of
 calls on rotating KV, together larger than the L2 cache, replayed often; the figure is the median
 replay over its calls. The floor is what must move (KV, queries, outputs) at the bandwidth of a
 device copy measured first, or, where it is longer, the arithmetic at the rate of a large bf16
@@ -27,7 +27,7 @@ import torch
 import triton
 from torch import Tensor
 
-from benchmarks import result_files, step_ops
+from benchmarks import op_timing, result_files
 from benchmarks.gpu import Gpu, measure_gpu, replay_us
 from sglang_dflash.kernels import reference, triton_ops
 from sglang_dflash.kernels.verify_attention import TILES, LayerShape, Tile, VerifyAttention
@@ -370,10 +370,10 @@ def main() -> None:
     else:
         print(HEADER)
         rows = measure(options, gpu)
-        print(step_ops.HEADER)
+        print(op_timing.HEADER)
         op_rows = []
-        for op_row in step_ops.measure_ops(options.requests, triton_ops(), gpu, options.replays):
-            print(step_ops.markdown_line(op_row), flush=True)
+        for op_row in op_timing.measure_ops(options.requests, triton_ops(), gpu, options.replays):
+            print(op_timing.markdown_line(op_row), flush=True)
             op_rows.append(op_row)
         result |= {"rows": [asdict(r) for r in rows], "ops": [asdict(r) for r in op_rows]}
         text = "\n".join(
@@ -381,7 +381,7 @@ def main() -> None:
                 "Verify attention:\n",
                 *(HEADER, *map(markdown_line, rows)),
                 "\nThe other ops of a step of Gemma-4-31B:\n",
-                *(step_ops.HEADER, *map(step_ops.markdown_line, op_rows)),
+                *(op_timing.HEADER, *map(op_timing.markdown_line, op_rows)),
             ]
         )
     if options.out:

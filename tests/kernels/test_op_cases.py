@@ -7,13 +7,13 @@ import torch
 from tests.kernels.interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
 if INTERPRETED or torch.cuda.is_available():
-    from benchmarks import step_ops
+    from benchmarks import op_cases
     from sglang_dflash.kernels import triton_ops
 
 
 @runs_kernel
 def test_every_case_runs_with_our_ops_and_with_the_twins() -> None:
-    sizes = step_ops.Sizes(
+    sizes = op_cases.Sizes(
         hidden=64,
         mlp=128,
         q_heads=4,
@@ -27,7 +27,7 @@ def test_every_case_runs_with_our_ops_and_with_the_twins() -> None:
         block_size=4,
     )
     found = set()
-    for case in step_ops.cases(3, triton_ops(), sizes, torch.bfloat16, DEVICE):
+    for case in op_cases.cases(3, triton_ops(), sizes, torch.bfloat16, DEVICE):
         found.add(case.op)
         assert case.moved > 0
         for turn in range(2):

@@ -1,12 +1,11 @@
-"""The ops of a step beside verify attention: ours, their twins, and what SGLang runs for them.
+"""The ops of a step beside verify attention as cases to time: ours, the twin, what SGLang runs.
 
-Each case is timed as a CUDA graph of calls. Weights are rotated, so that none is found in the L2
-cache; what a step has just written is small and stays there, as it does when serving.
+Weights are rotated, so that none is found in the L2 cache; what a step has just written is small
+and stays there, as it does when serving.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -14,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.gpu import Gpu, replay_us
+from benchmarks.sglang_ops import SGLang
 from sglang_dflash.kernels import TORCH, Noise, Ops
 from sglang_dflash.kernels.prefix_index import index_prefixes
 
-CALLS = 24
 Call = Callable[[int], object]  # takes which weight's turn it is
 
 
@@ -49,67 +47,7 @@ class Case:
     ours: Call
     twin: Call | None  # None for twins that read lengths on the host: no graph holds them
     sglang: Call | None
-    calls: int = CALLS  # in a graph
-
-
-@dataclass(frozen=True)
-class OpRow:
-    op: str
-    requests: int
-    ours_us: float
-    twin_us: float | None
-    sglang_us: float | None
-    tb_per_s: float
-    floor_us: float
-
-
-def time_us(call: Call, replays: int, calls: int) -> float:
-    """Return the median time of one call in a graph of many."""
-    call(0)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for turn in range(calls):
-            call(turn)
-    return replay_us(graph.replay, replays) / calls
-
-
-def measure_ops(requests: list[int], ops: Ops, gpu: Gpu, replays: int) -> Iterator[OpRow]:
-    for count in requests:
-        for case in cases(count, ops, Sizes(), torch.bfloat16, "cuda"):
-            ours = time_us(case.ours, replays, case.calls)
-            yield OpRow(
-                op=case.op,
-                requests=count,
-                ours_us=ours,
-                twin_us=case.twin and time_us(case.twin, replays, case.calls),
-                sglang_us=case.sglang and time_of_theirs(case, replays),
-                tb_per_s=case.moved / ours / 1e6,
-                floor_us=case.moved / gpu.bandwidth * 1e6,
-            )
-
-
-def time_of_theirs(case: Case, replays: int) -> float | None:
-    """SGLang's functions are not an interface: another version may have changed one."""
-    assert case.sglang
-    try:
-        return time_us(case.sglang, replays, case.calls)
-    except (TypeError, ValueError, RuntimeError) as fault:
-        print(f"{case.op}: SGLang's column stays empty: {fault}", file=sys.stderr)
-        return None
-
-
-HEADER = (
-    "| op | requests | ours, us | twin, us | SGLang, us | floor, us | ours TB/s |\n"
-    "|---|---|---|---|---|---|---|"
-)
-
-
-def markdown_line(row: OpRow) -> str:
-    twin, theirs = ("" if x is None else f"{x:.1f}" for x in (row.twin_us, row.sglang_us))
-    return (
-        f"| {row.op} | {row.requests} | {row.ours_us:.1f} | {twin} | {theirs} "
-        f"| {row.floor_us:.1f} | {row.tb_per_s:.2f} |"
-    )
+    calls: int = 24  # in a graph
 
 
 def cases(requests: int, ops: Ops, sizes: Sizes, dtype: torch.dtype, device: str) -> Iterator[Case]:
@@ -130,46 +68,6 @@ def cases(requests: int, ops: Ops, sizes: Sizes, dtype: torch.dtype, device: str
     yield maker.accept(ops, theirs)
     yield maker.context_hidden(ops, theirs)
     yield maker.write_context(ops, theirs)
-
-
-class SGLang:
-    """What SGLang runs for the same work."""
-
-    def __init__(self) -> None:
-        from flashinfer.sampling import top_k_top_p_sampling_from_probs
-        from sglang.kernels.ops.attention.rope import apply_rope_with_cos_sin_cache_inplace
-        from sglang.kernels.ops.kvcache.kv_indices import create_flashinfer_kv_indices_triton
-        from sglang.kernels.ops.kvcache.kvcache import store_cache
-        from sglang.kernels.ops.layernorm import fused_add_rmsnorm, rmsnorm
-        from sglang.kernels.ops.layernorm.gemma4_fused_ops import (
-            gemma_dual_rmsnorm_residual_scalar,
-            gemma_qkv_rmsnorm,
-            gemma_rmsnorm_residual_scalar,
-        )
-        from sglang.kernels.ops.speculative import dflash
-        from sglang.kernels.ops.speculative.fused_kv_materialize import _fused_norm_rope_stacked
-        from sglang.srt.layers.logits_processor import fused_softcap
-
-        self.softcap, self.top_k_top_p = fused_softcap, top_k_top_p_sampling_from_probs
-        self.rope = apply_rope_with_cos_sin_cache_inplace
-        self.kv_indices = create_flashinfer_kv_indices_triton
-        self.store_cache = store_cache
-        self.fused_add_rmsnorm, self.rmsnorm = fused_add_rmsnorm, rmsnorm
-        self.qkv_rmsnorm = gemma_qkv_rmsnorm
-        self.rmsnorm_residual = gemma_rmsnorm_residual_scalar
-        self.dual_rmsnorm = gemma_dual_rmsnorm_residual_scalar
-        self.dflash = dflash
-        self.norm_and_rope = _fused_norm_rope_stacked
-
-    @classmethod
-    def find(cls) -> SGLang | None:
-        if not torch.cuda.is_available():
-            return None
-        try:
-            return cls()
-        except ImportError as missing:
-            print(f"SGLang's column stays empty: {missing}", file=sys.stderr)
-            return None
 
 
 class Maker:
