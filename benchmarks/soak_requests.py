@@ -1,4 +1,4 @@
-"""What a storm asks, and how an answer is judged; benchmarks/soak.py lets it loose.
+"""What a storm asks, and how an answer is judged; benchmarks/soak_storm.py lets it loose.
 
 Two tokens can be so close that the rounding of a differently shaped batch decides between them,
 with and without speculation. A differing answer counts as such a tie, and is reported, only if in

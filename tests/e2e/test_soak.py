@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import soak, soak_requests
 from benchmarks.soak_requests import Answer, Ask, flaw, gap_at_first_difference, seeded_race
+from benchmarks.soak_storm import Outcome, Pair
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.testing.server import SCHEDULES
 
@@ -40,11 +42,11 @@ def test_the_report_is_written_before_the_servers_stop(
     seen = []
 
     @contextlib.contextmanager
-    def serving(_: object) -> Iterator[list[soak.Pair]]:
+    def serving(_: object) -> Iterator[list[Pair]]:
         yield []
         seen.append((tmp_path / "soak.json").is_file())
 
-    report = {**vars(soak.Outcome()), "seconds": 1.0, "pool": 1}
+    report = {**vars(Outcome()), "seconds": 1.0, "pool": 1}
     monkeypatch.setattr(soak, "serving", serving)
     monkeypatch.setattr(soak, "run", lambda *_: report)
     monkeypatch.setattr("sys.argv", ["soak.py", "--out", str(tmp_path / "soak")])
@@ -63,7 +65,9 @@ def test_only_tokens_that_are_equal_in_fp64_count_as_a_tie() -> None:
     """Otherwise the storm would excuse wrong answers."""
     ask = {"body": {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0.0}}}
     weights = tiny_target()
-    assert gap_at_first_difference(ask, [8, 9, 10], [8, 11, 10], weights=weights) > soak.TIE
+    assert (
+        gap_at_first_difference(ask, [8, 9, 10], [8, 11, 10], weights=weights) > soak_requests.TIE
+    )
     assert gap_at_first_difference(ask, [8, 9], [8], weights=weights) == float("inf")
 
 
@@ -125,14 +129,14 @@ def test_what_one_pair_lacks_is_not_made_up_for_by_another() -> None:
     """A leak in one of several servers would be hidden by a sum."""
     fine = {"memory_mb": [[100] * 6], "free_kv_slots": [2200], "requests": 4}
     leaky = {"memory_mb": [[100, 100, 100, 190, 200, 210]], "free_kv_slots": [2199], "requests": 4}
-    total = soak.Outcome()
+    total = Outcome()
     for part in (fine, leaky):
-        total.add(soak.Outcome(**part, by_kind=soak.Counter(greedy=4)))
+        total.add(Outcome(**part, by_kind=Counter(greedy=4)))
     assert total.by_kind == {"greedy": 8} and total.requests == 8
     found = soak.faults({**vars(total), "pool": 2200})
     assert found == ["[2200, 2199] of 2200 KV slots are free", "memory grew by [0, 110] MB"]
 
 
 def test_an_answer_that_never_came_is_a_fault() -> None:
-    report = {**vars(soak.Outcome(requests=3, by_kind=soak.Counter(greedy=2))), "pool": 1}
+    report = {**vars(Outcome(requests=3, by_kind=Counter(greedy=2))), "pool": 1}
     assert soak.faults(report) == ["2 answers to 3 requests"]

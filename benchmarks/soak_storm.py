@@ -1,0 +1,250 @@
+"""The storm of one pair of servers, and what came of it; benchmarks/soak.py runs several."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import requests
+
+from benchmarks.soak_requests import (
+    COMPARED,
+    KINDS,
+    TIE,
+    Answer,
+    Ask,
+    answer,
+    choose_kinds,
+    draw,
+    flaw,
+    gap_at_first_difference,
+)
+from sglang_dflash.pairs import tiny_target
+from sglang_dflash.testing.server import Server
+
+UPDATE_TIMEOUT_S = 120
+MEMORY_SAMPLES = 12
+# transformers changes torch's defaults while it loads a model, for every thread
+LOADING = threading.Lock()
+# a server that died fails every request from then on
+MAX_FAILED = 20
+
+
+class Pair(NamedTuple):
+    plain: Server
+    dflash: Server
+
+
+@dataclass
+class Outcome:
+    """What came of one pair's storm; of a storm of several, all in all."""
+
+    requests: int = 0
+    by_kind: Counter[str] = field(default_factory=Counter)
+    aborted: int = 0
+    tokens: int = 0
+    prefix_hits: int = 0
+    retractions: int = 0
+    updates: int = 0
+    ties: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    # of each pair
+    memory_mb: list[list[int]] = field(default_factory=list)
+    free_kv_slots: list[int | None] = field(default_factory=list)
+    accept_length: list[float | None] = field(default_factory=list)
+    schedule: list[str] = field(default_factory=list)
+    verify_attention: list[str] = field(default_factory=list)
+
+    def add(self, other: Outcome) -> None:
+        """Count another pair's storm in."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+class Storm:
+    """The storm of one pair, from a seed of its own."""
+
+    def __init__(
+        self, pair: Pair, options: argparse.Namespace, number: int, questions: list[list[int]]
+    ) -> None:
+        self.pair, self.options, self.number = pair, options, number
+        self.share = options.requests // options.pairs + (number < options.requests % options.pairs)
+        self.chance = random.Random(options.seed + number)
+        self.kinds = choose_kinds(seeds=options.seeds)
+        self.questions = questions
+        self.outcome = Outcome()
+        self.differing: list[dict[str, Any]] = []
+        self.memory: list[int] = []
+        self.lock = threading.Lock()
+
+    def run(self, other_weights: Path | None) -> Outcome:
+        """Storm, with the weights changed to and fro in between, and return what came of it."""
+        weights = (tiny_target(), other_weights)
+        self.began = time.monotonic()
+        parts = self.options.updates + 1
+        for part in range(parts):
+            if part:
+                self.update(weights[part % 2])
+            with ThreadPoolExecutor(self.options.concurrency) as pool:
+                workers = [
+                    pool.submit(self.work, (part + 1) / parts)
+                    for _ in range(self.options.concurrency)
+                ]
+            for worker in workers:
+                worker.result()
+            self.judge(weights[part % 2])
+        self.sample_memory()
+        self.outcome.memory_mb = [self.memory]
+        self.outcome.retractions = self.pair.dflash.log().count("Retract requests")
+        self.look_behind()
+        return self.outcome
+
+    def progress(self) -> float:
+        if self.options.seconds:
+            return (time.monotonic() - self.began) / self.options.seconds
+        return self.outcome.requests / self.share
+
+    def work(self, until: float) -> None:
+        """Send one request after another until the storm has come so far."""
+        while (ask := self.next_ask(until)) is not None:
+            self.check(ask)
+
+    def next_ask(self, until: float) -> Ask | None:
+        with self.lock:
+            progress = self.progress()
+            if progress >= until or len(self.outcome.failed) >= MAX_FAILED:
+                return None
+            if progress * MEMORY_SAMPLES >= len(self.memory) + 1:
+                self.sample_memory()
+            self.outcome.requests += 1
+            return draw(self.chance, self.kinds, self.questions)
+
+    def check(self, ask: Ask) -> None:
+        """Ask for an answer and compare it, or look at its end where it cannot be compared."""
+        expected = None
+        try:
+            if ask.is_compared:
+                expected = answer(self.pair.plain.url, ask, whole=True)
+            found = answer(self.pair.dflash.url, ask, whole=False)
+        except (requests.RequestException, ValueError) as error:
+            with self.lock:
+                self.outcome.failed.append(f"{ask.kind}: {error}")
+            return
+        with self.lock:
+            self.count(ask, found)
+            if expected is None:
+                if reason := flaw(ask, found):
+                    self.outcome.wrong.append(f"{ask.kind}: {reason}")
+                return
+            want = expected.tokens
+            if ask.abort_after is not None:
+                want = want[: len(found.tokens)]
+            if found.tokens != want:
+                self.differing.append({"ask": asdict(ask), "want": want, "got": found.tokens})
+
+    def count(self, ask: Ask, found: Answer) -> None:
+        self.outcome.by_kind[ask.kind] += 1
+        self.outcome.aborted += ask.abort_after is not None
+        self.outcome.tokens += len(found.tokens)
+        self.outcome.prefix_hits += found.cached > 0
+
+    def judge(self, weights: Path) -> None:
+        """Sort the answers that differed into ties under these weights and wrong ones."""
+        for found in self.differing:
+            with LOADING:
+                gap = gap_at_first_difference(**found, weights=weights)
+            if gap < TIE:
+                self.outcome.ties.append(gap)
+            else:
+                self.outcome.wrong.append(json.dumps({"gap": gap, **found}))
+        self.differing = []
+
+    def update(self, weights: Path) -> None:
+        """Move both servers to other weights. Requests were waited for, aborts are waited for."""
+        try:
+            before = self.probe()
+            for server in self.pair:
+                update_weights(server, weights)
+            if self.probe() == before:
+                raise RuntimeError("no answer changed")
+            self.outcome.updates += 1
+        except (requests.RequestException, RuntimeError) as error:
+            self.outcome.failed.append(f"weight update: {error}")
+
+    def probe(self) -> list[list[int]]:
+        plain = self.pair.plain
+        answers = plain.generate_all(self.questions[:4], max_new_tokens=32, ignore_eos=True)
+        return [found["output_ids"] for found in answers]
+
+    def sample_memory(self) -> None:
+        self.memory.append(memory_mb(self.pair.dflash))
+        print(
+            f"pair {self.number}: {time.monotonic() - self.began:.0f} s, "
+            f"{self.outcome.requests} sent, {len(self.outcome.failed)} failed, "
+            f"{self.outcome.updates} updates, {self.memory[-1]} MB",
+            flush=True,
+        )
+
+    def look_behind(self) -> None:
+        """Note what the server still holds once nothing is asked of it, and how it ran."""
+        outcome, state = self.outcome, {}
+        try:
+            # without success the free slots tell
+            with contextlib.suppress(RuntimeError):
+                self.pair.dflash.flush_cache()
+            state = self.pair.dflash.state()["sglang_dflash"]
+        except requests.RequestException as error:
+            outcome.failed.append(f"{error}. The log ends:\n{self.pair.dflash.log()[-3000:]}")
+        outcome.free_kv_slots = [state.get("free_kv_slots")]
+        outcome.accept_length = [state.get("acceptance", {}).get("accept_length")]
+        outcome.schedule = [schedule_of(state)] if state else []
+        outcome.verify_attention = [state["verify_attention"]] if state else []
+
+
+def update_weights(server: Server, weights: Path) -> None:
+    # SGLang ends where a request that was hung up on still runs at an update
+    server.flush_cache()
+    response = requests.post(
+        f"{server.url}/update_weights_from_disk",
+        json={"model_path": str(weights)},
+        timeout=UPDATE_TIMEOUT_S,
+    )
+    if not response.ok or not response.json()["success"]:
+        raise RuntimeError(f"HTTP {response.status_code}: {response.text}")
+
+
+def schedule_of(state: dict[str, Any]) -> str:
+    """Return the name of a schedule in `SCHEDULES`."""
+    if state["plan_stream"]:
+        return "plan stream"
+    return "overlap" if state["overlap_schedule"] else "in turn"
+
+
+def memory_mb(server: Server) -> int:
+    total = 0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(server.pid)
+        for process in (parent, *parent.children(recursive=True)):
+            total += process.memory_info().rss
+    return round(total / 2**20)
+
+
+def warm_up(pair: Pair, kinds: list[str]) -> None:
+    """Ask for answers of each kind, so that nothing is compiled while requests wait."""
+    for name in kinds:
+        compared = name in COMPARED
+        seed = {"sampling_seed": 1} if compared and KINDS[name]["temperature"] else {}
+        for server in pair if compared else (pair.dflash,):
+            server.generate([5, 6, 7], max_new_tokens=8, **KINDS[name], **seed)
+            server.generate_all([[5, 6, 7]] * 4, max_new_tokens=8, **KINDS[name], **seed)
