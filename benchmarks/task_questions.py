@@ -1,0 +1,121 @@
+"""The questions of a task, and asking them through the OpenAI chat endpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from benchmarks.task_report import Answer
+from sglang_dflash.testing.server import ServerProcess
+
+REQUEST_TIMEOUT_S = 1800
+
+# one point of the measurement: task, concurrency, temperature
+Point = tuple[str, int, float]
+
+
+@dataclass(frozen=True)
+class Question:
+    id: str
+    turns: tuple[str, ...]
+    reference: str | None
+
+
+def read_questions(folder: Path, task: str, limit: int) -> list[Question]:
+    """Return a task's questions, shuffled once and for all, so that any first part is a mixture."""
+    path = folder / f"{task}.jsonl"
+    if not path.is_file():
+        raise SystemExit(f"There is no {path}. --data must be a folder with {task}.jsonl in it.")
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    questions = [
+        Question(str(row["id"]), tuple(row.get("turns") or [row["prompt"]]), row.get("reference"))
+        for row in rows
+    ]
+    random.Random(task).shuffle(questions)
+    return questions[: limit or None]
+
+
+def ask(
+    client: openai.OpenAI,
+    question: Question,
+    *,
+    temperature: float,
+    max_tokens: int,
+    thinking: bool,
+) -> list[Answer]:
+    """Ask a question, turn by turn; return an answer per turn."""
+    chat: list[Any] = []
+    answers = []
+    for turn, text in enumerate(question.turns):
+        chat.append({"role": "user", "content": text})
+        reply = client.chat.completions.create(
+            model="default",
+            messages=chat,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            extra_body={
+                "return_meta_info": True,
+                "return_token_ids": True,
+                "chat_template_kwargs": {"enable_thinking": thinking},
+            },
+        )
+        choice: Any = reply.choices[0]
+        content = choice.message.content or ""
+        chat.append({"role": "assistant", "content": content})
+        answers.append(
+            Answer(
+                question=question.id,
+                turn=turn,
+                text=content,
+                token_ids=tuple(choice.token_ids),
+                verify_steps=choice.meta_info.get("spec_verify_ct", 0),
+                histogram=tuple(choice.meta_info.get("spec_correct_drafts_histogram", ())),
+                is_cut=choice.finish_reason == "length",
+            )
+        )
+    return answers
+
+
+def ask_all(
+    server: ServerProcess, questions: Iterable[Question], point: Point, options: argparse.Namespace
+) -> tuple[float, list[Answer], list[str]]:
+    """Keep as many questions in flight as the point says; return the time, answers and failures.
+
+    After a round's share of --seconds-per-point no further question is begun; those in flight are
+    answered.
+    """
+    _, concurrency, temperature = point
+    failures: list[str] = []
+    client = openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", timeout=REQUEST_TIMEOUT_S, max_retries=0
+    )
+    start = time.monotonic()
+    seconds = options.seconds_per_point / options.rounds
+
+    def one(question: Question) -> list[Answer]:
+        if seconds and time.monotonic() - start > seconds:
+            return []
+        try:
+            return ask(
+                client,
+                question,
+                temperature=temperature,
+                max_tokens=options.max_tokens,
+                thinking=options.thinking,
+            )
+        except openai.OpenAIError as error:
+            failures.append(f"{question.id}: {error}")
+            return []
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        answers = [answer for found in pool.map(one, questions) for answer in found]
+    return time.monotonic() - start, answers, failures
