@@ -111,7 +111,7 @@ class Problem:
         self.scale = shape.head_dim**-0.5
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         own = (self.query, self.block_keys, self.block_values, self.out)
         return (*own, self.key_cache, self.value_cache)
 

@@ -13,31 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.op_inputs import Inputs, Sizes
 from benchmarks.sglang_ops import SGLang
 from sglang_dflash.kernels import TORCH, Noise, Ops
 from sglang_dflash.kernels.prefix_index import index_prefixes
 
 Call = Callable[[int], object]  # takes which weight's turn it is
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Gemma-4-31B and its drafter."""
-
-    hidden: int = 5376
-    mlp: int = 21504
-    q_heads: int = 32
-    kv_heads: int = 16
-    head_dim: int = 256
-    vocabulary: int = 262_144
-    logit_cap: float = 30.0
-    features: int = 6
-    draft_layers: int = 5
-    draft_kv_heads: int = 8
-    draft_head_dim: int = 128
-    context: int = 512
-    block_size: int = 16
-    weight_copies: int = 3
 
 
 @dataclass(frozen=True)
@@ -70,42 +51,24 @@ def cases(requests: int, ops: Ops, sizes: Sizes, dtype: torch.dtype, device: str
     yield maker.write_context(ops, theirs)
 
 
-class Maker:
-    def __init__(self, requests: int, sizes: Sizes, dtype: torch.dtype, device: str) -> None:
-        self.sizes, self.dtype, self.device = sizes, dtype, device
-        self.requests, self.rows = requests, requests * sizes.block_size
-        self.lens = self.whole(sizes.context, requests).clamp_(min=sizes.context // 2)
-        self.pool_rows = torch.arange(requests, device=device)
-        width = sizes.context + sizes.block_size
-        self.table = torch.arange(requests * width, device=device).int().view(requests, width)
-        self.positions = self.whole(sizes.context, self.rows)
-
-    def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, device=self.device, dtype=self.dtype)
-
-    def whole(self, high: int, *shape: int) -> Tensor:
-        return torch.randint(0, high, shape, device=self.device)
-
-    def noise(self, scale: float = 0.9) -> Noise:
-        keys = self.whole(2**62, self.requests, self.sizes.block_size)
-        return Noise(keys, torch.full((self.requests,), scale, device=self.device))
-
-    def cos_sin(self, dim: int) -> Tensor:
-        return torch.rand(self.sizes.context, dim, device=self.device)
-
-    def block(self) -> dict[str, Tensor]:
-        shape = (self.requests, self.sizes.block_size)
-        return {name: self.whole(9, *shape) for name in ("token_ids", "positions", "slots")}
+class Maker(Inputs):
+    """A case per op, on tensors of its own."""
 
     def build_block(self, ops: Ops, theirs: SGLang | None) -> Case:
         anchors, out = self.whole(9, self.requests), self.block()
         arguments = (anchors, self.lens, self.pool_rows, self.table)
-        options = {"mask_token_id": 4, "last_position": self.sizes.context, **out}
+
+        def call(which: Ops) -> Call:
+            last = self.sizes.context
+            return lambda turn: which.build_block(
+                *arguments, mask_token_id=4, last_position=last, **out
+            )
+
         return Case(
             "block building",
             sum(x.nbytes for x in out.values()) + self.table.element_size() * self.rows,
-            lambda turn: ops.build_block(*arguments, **options),
-            lambda turn: TORCH.build_block(*arguments, **options),
+            call(ops),
+            call(TORCH),
             theirs
             and (
                 lambda turn: theirs.dflash._prepare_dflash_draft_block_unchecked(
@@ -191,8 +154,17 @@ class Maker:
         s = self.sizes
         qkv = self.normal(self.rows, (s.q_heads + 2 * s.kv_heads) * s.head_dim)
         weight, cos_sin = self.normal(s.head_dim), self.cos_sin(s.head_dim)
-        options = {"q_weight": weight, "k_weight": weight, "cos_sin": cos_sin, "eps": 1e-6}
-        heads = {"q_heads": s.q_heads, "kv_heads": s.kv_heads}
+
+        def call(which: Ops) -> Call:
+            return lambda turn: which.norm_and_turn(
+                *(qkv, self.positions),
+                q_weight=weight,
+                k_weight=weight,
+                cos_sin=cos_sin,
+                q_heads=s.q_heads,
+                kv_heads=s.kv_heads,
+                eps=1e-6,
+            )
 
         def sglang(turn: int) -> None:
             assert theirs
@@ -217,8 +189,8 @@ class Maker:
         return Case(
             "norms and RoPE of q, k, v",
             2 * qkv.nbytes,
-            lambda turn: ops.norm_and_turn(qkv, self.positions, **options, **heads),
-            lambda turn: TORCH.norm_and_turn(qkv, self.positions, **options, **heads),
+            call(ops),
+            call(TORCH),
             theirs and sglang,
         )
 
@@ -226,6 +198,12 @@ class Maker:
         """Yield those that a kernel of ours serves at this size."""
         s = self.sizes
         attended = s.q_heads * s.head_dim
+
+        def rotating(
+            product: Callable[[Tensor, Tensor], object], x: Tensor, weights: list[Tensor]
+        ) -> Call:
+            return lambda turn: product(x, weights[turn % len(weights)])
+
         for name, width, depth in (
             ("q, k, v", attended + 2 * s.kv_heads * s.head_dim, s.hidden),
             ("o", s.hidden, attended),
@@ -237,9 +215,9 @@ class Maker:
                 yield Case(
                     f"product, {name}",
                     weights[0].nbytes,
-                    lambda turn, x=x, w=weights: ops.thin_linear(x, w[turn % len(w)]),
-                    lambda turn, x=x, w=weights: TORCH.thin_linear(x, w[turn % len(w)]),
-                    theirs and (lambda turn, x=x, w=weights: F.linear(x, w[turn % len(w)])),
+                    rotating(ops.thin_linear, x, weights),
+                    rotating(TORCH.thin_linear, x, weights),
+                    theirs and rotating(F.linear, x, weights),
                 )
 
     def argmax_rows(self, ops: Ops, noise: Noise | None = None) -> Case:
@@ -301,13 +279,17 @@ class Maker:
         tokens = self.whole(shape[2], 2, self.requests, shape[1] - 1)
         lots = torch.rand(self.requests, shape[1] - 1, device=self.device)
         is_drawn = torch.ones(self.requests, dtype=torch.bool, device=self.device)
-        asked = (logits, drafted, *tokens, self.noise(), lots)
-        options = {"is_drawn": is_drawn, "logit_cap": self.sizes.logit_cap}
+        asked = (logits, drafted, tokens[0], tokens[1], self.noise(), lots)
+
+        def call(which: Ops) -> Call:
+            cap = self.sizes.logit_cap
+            return lambda turn: which.verify_drawn(*asked, is_drawn=is_drawn, logit_cap=cap).choices
+
         return Case(
             "drafts kept by the block",
             2 * (logits.nbytes + drafted.nbytes),
-            lambda turn: ops.verify_drawn(*asked, **options).choices,
-            lambda turn: TORCH.verify_drawn(*asked, **options).choices,
+            call(ops),
+            call(TORCH),
             None,
             calls=2,  # the twin writes every probability
         )
@@ -369,9 +351,12 @@ class Maker:
         eps = torch.full((s.draft_layers,), 1e-6, device=self.device)
 
         def call(which: Ops) -> Call:
-            options = {"k_norm_weights": list(norms), "cos_sin": cos_sin, "eps": 1e-6}
+            own_norms = list(norms)
             return lambda turn: which.write_context(
-                projected, self.positions, slots, keys, values, **options
+                *(projected, self.positions, slots, keys, values),
+                k_norm_weights=own_norms,
+                cos_sin=cos_sin,
+                eps=1e-6,
             )
 
         def sglang(turn: int) -> None:

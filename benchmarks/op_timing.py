@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu import Gpu, replay_us
-from benchmarks.op_cases import Call, Case, Sizes, cases
+from benchmarks.op_cases import Call, Case, cases
+from benchmarks.op_inputs import Sizes
 from sglang_dflash.kernels import Ops
 
 HEADER = (

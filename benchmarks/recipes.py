@@ -275,13 +275,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=0.0, help="0: no limit")
     parser.add_argument("--retry", action="store_true", help="try what failed earlier again")
     result_files.add_result_options(parser, picture=False)
-    options, options.server_args = parser.parse_known_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    options.server_args = unknown
     load.check_load_options(parser, options)
     known = known_recipes(options.shapes)
     options.recipes = options.recipes or known
-    unknown = sorted(set(options.recipes) - set(known))
-    if unknown:
-        parser.error(f"no recipe with shapes in {options.shapes}: {unknown}; there are {known}")
+    strange = sorted(set(options.recipes) - set(known))
+    if strange:
+        parser.error(f"no recipe with shapes in {options.shapes}: {strange}; there are {known}")
     return options
 
 

@@ -117,7 +117,8 @@ def profile(
     with tempfile.TemporaryDirectory() as folder:
         load.start()
         time.sleep(2.0 if num_requests <= 8 else 4.0)
-        body = {"output_dir": folder, "num_steps": PROFILED_STEPS, "activities": ["GPU"]}
+        body: dict[str, Any] = {"output_dir": folder, "num_steps": PROFILED_STEPS}
+        body["activities"] = ["GPU"]
         requests.post(f"{options.url}/start_profile", json=body, timeout=60).raise_for_status()
         load.join()
         deadline = time.monotonic() + 30
@@ -158,8 +159,8 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
                         splits.append(profile(num_requests, context, options, keep=keep))
                     except (RuntimeError, requests.RequestException, SystemExit) as error:
                         print(f"no trace: {error}", flush=True)
-        found = {"start_s": server.start_s, "command": server.command[3:], "attention": attention}
-        found["points"] = points
+        found: dict[str, Any] = {"start_s": server.start_s, "command": server.command[3:]}
+        found |= {"attention": attention, "points": points}
         state = server.state()
         if torch.cuda.is_available() and "memory_usage" in state:
             found["memory_gb"] = systems.memory_by_part(state, server.log())
@@ -203,7 +204,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--trace", action="store_true", help="split our step's GPU time, too")
     result_files.add_result_options(parser, picture=True)
-    options, options.server_args = parser.parse_known_args()
+    options, unknown = parser.parse_known_args()
+    options.server_args = unknown
     load.check_load_options(parser, options)
     if options.picture is None and not (options.model_path and options.draft_model_path):
         parser.error("--model-path and --draft-model-path are needed to measure")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import final
 
 import torch
 
 
+@final
 class SGLang:
     """What SGLang runs for the same work."""
 

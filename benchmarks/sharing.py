@@ -8,7 +8,7 @@ scheduler otherwise keeps a core busy), and is stopped after its turn.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -99,7 +99,7 @@ def server_gib(target: Path | str, drafter: Path | str, tokens: int) -> float:
 
 
 def serve_all(
-    starts: dict[Key, Callable[[], ServerProcess]],
+    starts: Mapping[Key, Callable[[], ServerProcess]],
     stop: Callable[[Key, ServerProcess], None],
     *,
     timeout_s: float = START_TIMEOUT_S,

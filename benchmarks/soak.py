@@ -35,7 +35,7 @@ from sglang_dflash.testing.server import Server
 CONTEXT = "2048"
 PLAIN_POOL = "16384"
 # for seeds; on a GPU the verify attention is then SGLang's, not ours
-DETERMINISTIC = ("--enable-deterministic-inference",)
+DETERMINISTIC = ["--enable-deterministic-inference"]
 # what Python, its allocator and the prefix tree may gain between the first third and the end
 MEMORY_SLACK_MB = 64
 LONG_STORM = 500  # requests
@@ -92,11 +92,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def start(options: argparse.Namespace) -> Pair:
     """Start a pair without waiting for it."""
-    common = ("--context-length", CONTEXT, "--chunked-prefill-size", str(options.chunk))
-    common += ("--max-running-requests", str(options.max_running))
+    common = ["--context-length", CONTEXT, "--chunked-prefill-size", str(options.chunk)]
+    common += ["--max-running-requests", str(options.max_running)]
     # on a GPU every batch is run by a graph
-    common += ("--cuda-graph-max-bs", str(options.max_running))
-    common += DETERMINISTIC if options.seeds else ()
+    common += ["--cuda-graph-max-bs", str(options.max_running)]
+    common += DETERMINISTIC if options.seeds else []
     return Pair(
         plain=Server(*common, "--max-total-tokens", PLAIN_POOL, plain=True),
         dflash=Server(*common, "--max-total-tokens", str(options.pool)),

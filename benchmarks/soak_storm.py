@@ -90,12 +90,12 @@ class Storm:
 
     def run(self, other_weights: Path | None) -> Outcome:
         """Storm, with the weights changed to and fro in between, and return what came of it."""
-        weights = (tiny_target(), other_weights)
+        weights = [tiny_target(), *([other_weights] if other_weights else [])]
         self.began = time.monotonic()
         parts = self.options.updates + 1
         for part in range(parts):
             if part:
-                self.update(weights[part % 2])
+                self.update(weights[part % len(weights)])
             with ThreadPoolExecutor(self.options.concurrency) as pool:
                 workers = [
                     pool.submit(self.work, (part + 1) / parts)
@@ -103,7 +103,7 @@ class Storm:
                 ]
             for worker in workers:
                 worker.result()
-            self.judge(weights[part % 2])
+            self.judge(weights[part % len(weights)])
         self.sample_memory()
         self.outcome.memory_mb = [self.memory]
         self.outcome.retractions = self.pair.dflash.log().count("Retract requests")
@@ -244,7 +244,9 @@ def warm_up(pair: Pair, kinds: list[str]) -> None:
     """Ask for answers of each kind, so that nothing is compiled while requests wait."""
     for name in kinds:
         compared = name in COMPARED
-        seed = {"sampling_seed": 1} if compared and KINDS[name]["temperature"] else {}
+        params = {**KINDS[name], "max_new_tokens": 8}
+        if compared and params["temperature"]:
+            params["sampling_seed"] = 1
         for server in pair if compared else (pair.dflash,):
-            server.generate([5, 6, 7], max_new_tokens=8, **KINDS[name], **seed)
-            server.generate_all([[5, 6, 7]] * 4, max_new_tokens=8, **KINDS[name], **seed)
+            server.generate([5, 6, 7], **params)
+            server.generate_all([[5, 6, 7]] * 4, **params)

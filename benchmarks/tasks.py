@@ -260,7 +260,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--thinking", action="store_true", help="let the chat template ask for it")
     sharing.add_options(parser)
     result_files.add_result_options(parser, picture=True)
-    options, options.server_args = parser.parse_known_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    options.server_args = unknown
     strange = [s for s in options.systems if systems.kind_of(s) not in known]
     if strange:
         parser.error(f"--systems {' '.join(strange)}: SGLang's DFLASH does not run on a CPU")

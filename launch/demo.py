@@ -103,13 +103,14 @@ def main() -> None:
     pair = choose_pair(parser, options := parser.parse_args())
     tokenizer = read_tokenizer(pair)
     dflash = pair.serve()
-    servers = [dflash] if options.chat else [pair.serve(plain=True), dflash]
+    plain = None if options.chat else pair.serve(plain=True)
+    servers = [dflash] if plain is None else [plain, dflash]
     try:
         wait_with_clock(*servers)
-        if options.chat:
+        if plain is None:
             chat(dflash, tokenizer)
         else:
-            demonstrate(*servers, tokenizer, pair.questions)
+            demonstrate(plain, dflash, tokenizer, pair.questions)
     except KeyboardInterrupt:
         print("\nstopped")
         sys.exit(130)
@@ -247,7 +248,7 @@ def measure(plain: Server, dflash: Server, questions: tuple[str, ...]) -> dict[s
     return best
 
 
-def report(before: dict, after: dict, speeds: dict[str, Speed]) -> None:
+def report(before: dict[str, Any], after: dict[str, Any], speeds: dict[str, Speed]) -> None:
     counts = [b - a for a, b in zip(before["histogram"], after["histogram"], strict=True)]
     steps = sum(counts)
     committed = sum((k + 1) * n for k, n in enumerate(counts))

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from benchmarks import op_cases
+from benchmarks import op_cases, op_inputs
 from sglang_dflash import kernels
 from sglang_dflash.kernels import thin_linear, triton_ops
 from sglang_dflash.kernels.verify_attention import LayerShape, VerifyAttention
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles no
 
 BLOCK, REQUESTS = 16, 3
 # heads as they are, what the host must multiply small
-SIZES = op_cases.Sizes(hidden=512, mlp=1024, vocabulary=5000, context=64, weight_copies=1)
+SIZES = op_inputs.Sizes(hidden=512, mlp=1024, vocabulary=5000, context=64, weight_copies=1)
 
 
 @pytest.fixture(params=[80, 90], ids=["A100", "H100 and H200"])

@@ -7,13 +7,13 @@ import torch
 from tests.kernels.interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
 if INTERPRETED or torch.cuda.is_available():
-    from benchmarks import op_cases
+    from benchmarks import op_cases, op_inputs
     from sglang_dflash.kernels import triton_ops
 
 
 @runs_kernel
 def test_every_case_runs_with_our_ops_and_with_the_twins() -> None:
-    sizes = op_cases.Sizes(
+    sizes = op_inputs.Sizes(
         hidden=64,
         mlp=128,
         q_heads=4,
