@@ -52,7 +52,7 @@ class Tile:
     dv_parts: int = 1
 
 
-# by head dim, rounded up to a power of two; measured by benchmarks/kernels.py --sweep
+# by head dim, rounded up to a power of two; measured by `python -m benchmarks.kernels --sweep`
 TILES = {
     64: Tile(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=2, min_run=128),
     128: Tile(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=2, min_run=128),
