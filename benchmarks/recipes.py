@@ -199,7 +199,7 @@ class Results:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        path = options.out and options.out.with_suffix(".json")
+        path = options.out and result_files.result_file(options.out, ".json")
         earlier = json.loads(path.read_text()) if path and path.exists() else {}
         self.cells: dict[str, Any] = earlier.pop("cells", {})
         calls: list[Any] = earlier.pop("earlier_calls", [])

@@ -79,17 +79,22 @@ def release(found: dict[str, Any]) -> str:
     return f"SGLang {found['sglang']}"
 
 
+def result_file(out: Path, suffix: str) -> Path:
+    """Return OUT with a suffix. What follows a dot in OUT, as in a release's number, stays."""
+    return out.with_name(out.name.removesuffix(".json") + suffix)
+
+
 def write(found: dict[str, Any], out: Path, text: str, draw: Draw | None = None) -> None:
     """Write OUT.json, OUT.md and, where matplotlib is at hand, OUT.png."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    result_file(out, ".json").write_text(json.dumps(found, indent=1) + "\n")
     about = f"`{found['command']}`, {found['gpu'] or 'no GPU'}, {release(found)}, commit "
     about += f"{found['commit']}"
-    out.with_suffix(".md").write_text(f"{about}\n\n{text}\n")
+    result_file(out, ".md").write_text(f"{about}\n\n{text}\n")
     if draw is None:
         return
     try:
-        draw(found, out.with_suffix(".png"))
+        draw(found, result_file(out, ".png"))
     except ImportError:
         print(f"no picture: matplotlib is missing. Elsewhere: --picture {out}.json")
 

@@ -249,7 +249,7 @@ def finding(results: dict[str, Any], options: argparse.Namespace) -> dict[str, A
 
 def earlier(options: argparse.Namespace) -> dict[str, Any]:
     """Return the systems that the same command has measured at the same commit."""
-    path = options.out and options.out.with_suffix(".json")
+    path = options.out and result_files.result_file(options.out, ".json")
     if not path or not path.exists():
         return {}
     found = json.loads(path.read_text())

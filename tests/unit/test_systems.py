@@ -217,6 +217,12 @@ def test_a_result_names_the_release(tmp_path: Path) -> None:
     assert text == "`python x.py`, no GPU, SGLang 0.5.17, commit abc\n\nthe table\n"
 
 
+def test_a_dot_in_the_name_of_a_result_file_cuts_nothing_off(tmp_path: Path) -> None:
+    """SGLang 0.5.23's figures were once written to serving-0.5.json."""
+    assert result_files.result_file(tmp_path / "a-0.5.23-h200", ".md").name == "a-0.5.23-h200.md"
+    assert result_files.result_file(tmp_path / "a.json", ".json").name == "a.json"
+
+
 def test_the_recorded_command_can_be_run_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
