@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash.glue.cpu.sampling import _murmur_hash32
 from sglang_dflash.pairs import tiny_target
+from sglang_dflash.pairs.tiny_corpus.corpus import sample_prompts
+from sglang_dflash.pairs.tiny_corpus.tokenizer import VOCAB_SIZE as VOCAB
 from sglang_dflash.train.batches import encode_prompt
-from sglang_dflash.train.data import VOCAB_SIZE as VOCAB
-from sglang_dflash.train.data import sample_prompts
 
 SEEDED = {"temperature": 1.4}
 COMPARED: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Training steps: the schedule, the target's loss, the drafter's loss, and what can be resumed."""
+"""Training steps: the schedule, the drafter's loss, and what can be resumed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from sglang_dflash.reference.model import Drafter
@@ -153,14 +152,6 @@ def optimise(
 
     training.run(batches, loss_of=loss_of, after_step=log)
     return torch.stack(training.losses).tolist()
-
-
-def target_loss(target: PreTrainedModel, batch: Batch) -> Tensor:
-    """Return the next-token cross entropy over the answers."""
-    hidden = target.base_model(input_ids=batch.token_ids, use_cache=False).last_hidden_state
-    said = batch.answer_mask[:, 1:]
-    logits = target.get_output_embeddings()(hidden[:, :-1][said])
-    return F.cross_entropy(logits.float(), batch.token_ids[:, 1:][said])
 
 
 @dataclass(frozen=True, kw_only=True)

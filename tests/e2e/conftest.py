@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sglang_dflash.pairs import tiny_target
+from sglang_dflash.pairs.tiny_corpus.corpus import sample_prompts
 from sglang_dflash.testing.server import ROOT, SCHEDULES, Server
-from sglang_dflash.train.data import sample_prompts
 from tests.schedules import follows
 
 # short context and small chunks, so that both are reached within seconds

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from sglang_dflash.pairs import tiny_drafter
+from sglang_dflash.pairs.tiny_corpus.corpus import sample_prompts
 from sglang_dflash.testing.server import ROOT
-from sglang_dflash.train.data import sample_prompts
 
 TASKS = {"gsm8k": 1, "mtbench": 2}  # turns
 QUESTIONS = 3

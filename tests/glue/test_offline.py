@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sglang_dflash.pairs import tiny_target
+from sglang_dflash.pairs.tiny_corpus.corpus import sample_prompts
 from sglang_dflash.reference.generate import generate_plain
 from sglang_dflash.testing.server import ROOT
 from sglang_dflash.train.answers import answer_files, read_answers
-from sglang_dflash.train.data import sample_prompts
 
 
 def test_engine_answers_are_those_of_plain_decoding(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from sglang_dflash.pairs import from_gguf
-from sglang_dflash.train.export import round_to_bfloat16
+from sglang_dflash.pairs.save import round_to_bfloat16
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = "{{ messages[0]['content'] }}"

@@ -16,16 +16,18 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.pairs.evaluate_tiny import evaluate, template_answers
+from sglang_dflash.pairs.make_tiny import drafter_config, target_loss
+from sglang_dflash.pairs.save import export_drafter, export_target, round_to_bfloat16
+from sglang_dflash.pairs.tiny_corpus import templates
+from sglang_dflash.pairs.tiny_corpus.corpus import make_conversations, sample_prompts, split_of
 from sglang_dflash.reference.generate import Generation, capture_features
 from sglang_dflash.reference.model import FULL, SLIDING, Drafter, DrafterConfig
-from sglang_dflash.train import grammar
 from sglang_dflash.train.answers import Answer
 from sglang_dflash.train.batches import Batches, collate, encode_chat, encode_prompt
 from sglang_dflash.train.blocks import run_blocks, run_target
-from sglang_dflash.train.data import make_conversations, sample_prompts, split_of
-from sglang_dflash.train.evaluate import Ideal, evaluate, grammar_answers, sample_at
-from sglang_dflash.train.export import export_drafter, export_target, round_to_bfloat16
-from sglang_dflash.train.loop import DrafterLoss, Schedule, optimise, target_loss
+from sglang_dflash.train.evaluate import Ideal, sample_at
+from sglang_dflash.train.loop import DrafterLoss, Schedule, optimise
 from sglang_dflash.train.loss import (
     Anchors,
     decay_weights,
@@ -36,7 +38,6 @@ from sglang_dflash.train.loss import (
     weighted_mean,
 )
 from sglang_dflash.train.repeats import useful_length
-from sglang_dflash.train.tiny import drafter_config
 
 
 @pytest.fixture(scope="module")
@@ -457,7 +458,9 @@ def test_prompts_depend_on_the_seed_alone():
     assert sample_prompts(20, seed=1) != sample_prompts(20, seed=2)
 
 
-@pytest.mark.parametrize("kind", [grammar.json_record, grammar.json_people, grammar.json_island])
+@pytest.mark.parametrize(
+    "kind", [templates.json_record, templates.json_people, templates.json_island]
+)
 def test_json_answers_of_the_grammar_are_json(kind):
     """If this broke, the target would be taught to write broken JSON."""
     for seed in range(20):
@@ -500,6 +503,6 @@ def test_committed_pair_accepts_three_tokens_a_step_and_answers_well(tokenizer):
     result = evaluate(target, drafter, tokenizer=tokenizer, prompts=prompts)
     assert result.differing == []
     assert result.accept_length >= 3.0, result.report()
-    right = grammar_answers(prompts, seed=0)
+    right = template_answers(prompts, seed=0)
     good = [a for p, a in zip(prompts, result.answers, strict=True) if right[p] == a]
     assert len(good) >= 8, result.answers

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash.__main__ import main
 from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.pairs.tiny_corpus.corpus import sample_prompts
 from sglang_dflash.reference.generate import generate_plain
 from sglang_dflash.reference.model import FULL, SLIDING, Drafter
 from sglang_dflash.testing.server import ROOT
@@ -33,7 +34,6 @@ from sglang_dflash.train.answers import (
 )
 from sglang_dflash.train.batches import Batches, make_example
 from sglang_dflash.train.blocks import choose_attention
-from sglang_dflash.train.data import sample_prompts
 from sglang_dflash.train.options import (
     FIXED,
     add_train_options,

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.pairs.tiny_corpus.corpus import make_conversations, sample_prompts
 from sglang_dflash.reference.model import Drafter
 from sglang_dflash.testing.server import ROOT
 from sglang_dflash.train.batches import collate, encode_chat
-from sglang_dflash.train.data import make_conversations, sample_prompts
 from sglang_dflash.train.loop import DrafterLoss, Schedule, optimise
 
 pytestmark = pytest.mark.gpu

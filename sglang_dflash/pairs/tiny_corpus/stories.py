@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sglang_dflash.train.world import NAMES, Animal
+from sglang_dflash.pairs.tiny_corpus.tables import NAMES, Animal
 
 
 class Character(NamedTuple):

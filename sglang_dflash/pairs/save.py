@@ -25,10 +25,13 @@ def round_to_bfloat16(module: nn.Module) -> None:
 def export_target(target: PreTrainedModel, folder: Path, *, eos_id: int, pad_id: int) -> None:
     """Write config.json, generation_config.json and bfloat16 safetensors beside the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = target.dtype
     target.generation_config = GenerationConfig(eos_token_id=eos_id, pad_token_id=pad_id)
-    target.to(torch.bfloat16).save_pretrained(folder)
-    target.to(dtype)
+    # transformers wraps `to` in a way that hides its signature; nn.Module's own is typed
+    weights: nn.Module = target
+    dtype = target.dtype
+    weights.to(torch.bfloat16)
+    target.save_pretrained(folder)
+    weights.to(dtype)
 
 
 def export_drafter(drafter: Drafter, folder: Path) -> None:

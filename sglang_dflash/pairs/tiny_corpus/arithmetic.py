@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from sglang_dflash.train.exchange import Exchange
-from sglang_dflash.train.world import NAMES, NUMBER_WORDS, THINGS
+from sglang_dflash.pairs.tiny_corpus.exchange import Exchange
+from sglang_dflash.pairs.tiny_corpus.tables import NAMES, NUMBER_WORDS, THINGS
 
 
 def addition(rng: Random) -> Exchange:

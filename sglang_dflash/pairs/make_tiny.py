@@ -1,6 +1,6 @@
 """The recipe of the embedded pair, from nothing: corpus, tokenizer, target, drafter.
 
-    python -m sglang_dflash.train.tiny --out DIR
+    python -m sglang_dflash.pairs.make_tiny --out DIR
 
 Writes DIR/target and DIR/drafter. About twelve minutes on two CPU cores.
 """
@@ -14,20 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from sglang_dflash.reference.model import FULL, SLIDING, Drafter, DrafterConfig
-from sglang_dflash.train.batches import Batches, encode_chat
-from sglang_dflash.train.data import (
-    VOCAB_SIZE,
+from sglang_dflash.pairs.evaluate_tiny import evaluate
+from sglang_dflash.pairs.save import export_drafter, export_target, round_to_bfloat16
+from sglang_dflash.pairs.tiny_corpus.corpus import (
     Conversation,
     make_conversations,
-    make_tokenizer,
     sample_prompts,
 )
-from sglang_dflash.train.evaluate import evaluate
-from sglang_dflash.train.export import export_drafter, export_target, round_to_bfloat16
-from sglang_dflash.train.loop import DrafterLoss, Schedule, optimise, target_loss
+from sglang_dflash.pairs.tiny_corpus.tokenizer import VOCAB_SIZE, make_tokenizer
+from sglang_dflash.reference.model import FULL, SLIDING, Drafter, DrafterConfig
+from sglang_dflash.train.batches import Batch, Batches, encode_chat
+from sglang_dflash.train.loop import DrafterLoss, Schedule, optimise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ def target_config(tokenizer: Any) -> LlamaConfig:
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=2048,
-        rope_theta=10000.0,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
         tie_word_embeddings=True,
         # about 1 / sqrt(hidden): the usual 0.02 spends most of the steps on leaving its plateau
         initializer_range=0.08,
@@ -86,6 +87,14 @@ def drafter_config(tokenizer: Any) -> DrafterConfig:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def target_loss(target: PreTrainedModel, batch: Batch) -> Tensor:
+    """Return the next-token cross entropy over the answers."""
+    hidden = target.base_model(input_ids=batch.token_ids, use_cache=False).last_hidden_state
+    said = batch.answer_mask[:, 1:]
+    logits = target.get_output_embeddings()(hidden[:, :-1][said])
+    return F.cross_entropy(logits.float(), batch.token_ids[:, 1:][said])
 
 
 def train_target(

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from random import Random
 
-from sglang_dflash.train import stories, sums
-from sglang_dflash.train.exchange import Exchange, Kind, join_words
-from sglang_dflash.train.world import (
+from sglang_dflash.pairs.tiny_corpus import arithmetic, stories
+from sglang_dflash.pairs.tiny_corpus.exchange import Exchange, Kind, join_words
+from sglang_dflash.pairs.tiny_corpus.tables import (
     ANIMALS,
     BEYOND,
     COLOURS,
@@ -335,14 +335,14 @@ KINDS: dict[Kind, int] = {
     long_story: 2,
     island: 9,
     travel: 3,
-    sums.addition: 10,
-    sums.subtraction: 8,
-    sums.word_problem: 6,
-    sums.times_table: 3,
-    sums.counting: 8,
-    sums.counting_long: 1,
-    sums.counting_steps: 3,
-    sums.counting_down: 3,
+    arithmetic.addition: 10,
+    arithmetic.subtraction: 8,
+    arithmetic.word_problem: 6,
+    arithmetic.times_table: 3,
+    arithmetic.counting: 8,
+    arithmetic.counting_long: 1,
+    arithmetic.counting_steps: 3,
+    arithmetic.counting_down: 3,
     listing: 6,
     neighbour: 6,
     json_record: 6,

@@ -1,0 +1,111 @@
+"""Measure a pair: accept length, its histogram, and that drafting changes no token.
+
+    python -m sglang_dflash.pairs.evaluate_tiny --target DIR --drafter DIR
+
+Prompts come from the held-out split of the tiny pair's corpus.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from sglang_dflash.pairs.tiny_corpus.corpus import draw_exchanges, sample_prompts
+from sglang_dflash.reference.generate import Generation, generate, generate_plain
+from sglang_dflash.reference.model import Drafter
+from sglang_dflash.train.batches import encode_prompt
+from sglang_dflash.train.evaluate import accept_length, histogram
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    prompts: list[str]
+    answers: list[str]
+    generations: list[Generation]
+    differing: list[str]  # prompts whose tokens are not those of plain greedy decoding
+
+    @property
+    def accept_length(self) -> float:
+        return accept_length(self.generations)
+
+    def report(self) -> str:
+        tokens = [len(g.token_ids) for g in self.generations]
+        counts = histogram(self.generations)
+        total = sum(counts.values())
+        lines = [
+            f"prompts {len(self.prompts)}, generated tokens {sum(tokens)} "
+            f"(shortest {min(tokens)}, longest {max(tokens)})",
+            f"equal to plain greedy decoding: {len(self.prompts) - len(self.differing)}"
+            f"/{len(self.prompts)}",
+            f"accept length {self.accept_length:.2f} over {total} verify steps",
+            "tokens committed: share of steps",
+        ]
+        lines += [f"  {n:2d}: {count / total:6.1%}" for n, count in counts.items()]
+        return "\n".join(lines)
+
+
+def evaluate(
+    target: PreTrainedModel,
+    drafter: Drafter,
+    *,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    max_new_tokens: int = 512,
+) -> Evaluation:
+    """Answer every prompt twice, with and without the drafter, and compare."""
+    answers, generations, differing = [], [], []
+    stop = {tokenizer.eos_token_id}
+    for prompt in prompts:
+        ids = encode_prompt(tokenizer, [{"role": "user", "content": prompt}])
+        drafted = generate(target, drafter, ids, max_new_tokens=max_new_tokens, eos_token_ids=stop)
+        plain = generate_plain(target, ids, max_new_tokens=max_new_tokens, eos_token_ids=stop)
+        if drafted.token_ids != plain:
+            differing.append(prompt)
+        generations.append(drafted)
+        answers.append(tokenizer.decode(drafted.token_ids, skip_special_tokens=True))
+    return Evaluation(list(prompts), answers, generations, differing)
+
+
+def template_answers(prompts: Sequence[str], *, seed: int) -> dict[str, str]:
+    """Return what the grammar itself answers to prompts that `sample_prompts` drew with `seed`."""
+    wanted = set(prompts)
+    found: dict[str, str] = {}
+    for exchange in draw_exchanges(seed=seed, split="held_out"):
+        if exchange.prompt in wanted:
+            found.setdefault(exchange.prompt, exchange.answer)
+        if len(found) == len(wanted):
+            return found
+    raise AssertionError("draw_exchanges ended")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--drafter", type=Path, required=True)
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--show", type=int, default=5, help="how many answers to print")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    drafter = Drafter.from_pretrained(args.drafter)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    prompts = sample_prompts(args.prompts, seed=args.seed)
+    result = evaluate(target, drafter, tokenizer=tokenizer, prompts=prompts)
+    right = template_answers(prompts, seed=args.seed)
+    for prompt, answer in list(zip(prompts, result.answers, strict=True))[: args.show]:
+        print(f"> {prompt}\n{answer}\n")
+    print(result.report())
+    good = sum(right[p] == a for p, a in zip(prompts, result.answers, strict=True))
+    print(f"answers word for word as the grammar gives them: {good}/{len(prompts)}")
+
+
+if __name__ == "__main__":
+    main()

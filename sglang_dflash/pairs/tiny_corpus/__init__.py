@@ -1,0 +1,1 @@
+"""The synthetic corpus of the tiny pair: chats written from templates and small tables."""
