@@ -71,10 +71,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 def run_train(options: argparse.Namespace, stop: Stop) -> int:
     from sglang_dflash.glue import release
     from sglang_dflash.glue.offline import offline_engine
-    from sglang_dflash.train import run
+    from sglang_dflash.train import command
 
     engine = offline_engine if release.installed() else None
-    return run.run_train(options, engine=engine, stop=stop)
+    return command.run_train(options, engine=engine, stop=stop)
 
 
 def add_pair_options(parser: argparse.ArgumentParser) -> None:

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from sglang_dflash.pairs.tiny_corpus.corpus import draw_exchanges, sample_prompts
 from sglang_dflash.reference.generate import Generation, generate, generate_plain
 from sglang_dflash.reference.model import Drafter
+from sglang_dflash.train.acceptance import accept_length, histogram
 from sglang_dflash.train.batches import encode_prompt
-from sglang_dflash.train.evaluate import accept_length, histogram
 
 
 @dataclass(frozen=True)

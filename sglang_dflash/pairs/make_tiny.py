@@ -28,7 +28,8 @@ from sglang_dflash.pairs.tiny_corpus.corpus import (
 from sglang_dflash.pairs.tiny_corpus.tokenizer import VOCAB_SIZE, make_tokenizer
 from sglang_dflash.reference.model import FULL, SLIDING, Drafter, DrafterConfig
 from sglang_dflash.train.batches import Batch, Batches, encode_chat
-from sglang_dflash.train.loop import DrafterLoss, Schedule, optimise
+from sglang_dflash.train.loss import DrafterLoss
+from sglang_dflash.train.trainer import Schedule, optimise
 
 
 @dataclass(frozen=True, kw_only=True)

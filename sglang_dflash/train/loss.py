@@ -1,68 +1,23 @@
-"""What a drafter is trained on: random anchors in answers, what each slot should predict, and how
-much it weighs."""
+"""The drafter's loss: cross entropy of the drafted slots, weighted by their place in the block."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from sglang_dflash.reference.model import Drafter
+from sglang_dflash.train.anchors import Anchors, Labels, make_labels, sample_anchors
+from sglang_dflash.train.batches import Batch
+from sglang_dflash.train.blocks import TargetPass, run_blocks, run_target
 
 # (surprise [b, N, B - 1], exist [b, N, B - 1] bool) -> weights [b, N, B - 1]
 Weighting = Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Anchors:
-    positions: Tensor  # [b, N] int64
-    exist: Tensor  # [b, N] bool; a short answer has fewer than N
-
-
-def sample_anchors(
-    answer_mask: Tensor,  # [b, S] bool
-    count: int,
-    *,
-    generator: torch.Generator,
-) -> Anchors:
-    """Draw up to `count` distinct anchors per row.
-
-    An anchor is an answer token whose next token is one too: it then has a first draft to learn.
-    """
-    usable = answer_mask.clone()
-    usable[:, :-1] &= answer_mask[:, 1:]
-    usable[:, -1] = False
-    scores = torch.rand(usable.shape, generator=generator).masked_fill(~usable, -1.0)
-    top = scores.topk(max(1, min(count, int(usable.sum(1).max()))), dim=1)
-    return Anchors(top.indices, top.values >= 0)
-
-
-@dataclass(frozen=True)
-class Labels:
-    token_ids: Tensor  # [b, N, B - 1] int64
-    before: Tensor  # [b, N, B - 1] int64; where the token before each stands
-    exist: Tensor  # [b, N, B - 1] bool; where there is something to learn
-
-
-def make_labels(
-    token_ids: Tensor,  # [b, S] int64
-    answer_mask: Tensor,  # [b, S] bool
-    anchors: Anchors,
-    *,
-    block_size: int,
-) -> Labels:
-    """Return what each slot should predict. A block ends where its answer ends."""
-    size = token_ids.shape[1]
-    steps = torch.arange(1, block_size, device=token_ids.device)
-    slots = anchors.positions[:, :, None] + steps
-    inside = slots < size
-    flat = slots.clamp(max=size - 1).flatten(1)
-    ids = token_ids.gather(1, flat).view_as(slots)
-    said = answer_mask.gather(1, flat).view_as(slots) & inside & anchors.exist[:, :, None]
-    # the first gap closes the block, even if another answer begins within its reach
-    return Labels(ids, (slots - 1).clamp(max=size - 1), said.long().cumprod(-1).bool())
 
 
 def decay_weights(gamma: float) -> Weighting:
@@ -161,3 +116,76 @@ def _logits(head: nn.Module, hidden: Tensor, cap: float) -> Tensor:
 def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted mean; 0 where nothing weighs anything."""
     return (losses * weights).sum() / weights.sum().clamp(min=1e-9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterLoss:
+    """The drafter's loss on a batch of the target's own answers. The target stays frozen."""
+
+    target: PreTrainedModel
+    drafter: Drafter
+    generator: torch.Generator  # on the CPU, so that a seed means the same anchors everywhere
+    blocks: int = 64  # per batch, shared evenly by its rows
+    soft: bool = False  # learn what the target predicts, not only what it said
+    weigh: Weighting = field(default_factory=lambda: decay_weights(7.0))
+    chunk: int = 4096  # rows of logits at a time
+    attention: str = "sdpa"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        anchors, labels = self.draw(batch)
+        # found on the CPU: to find them on the device would mean to wait for it
+        rows = labels.exist.flatten().nonzero().flatten()
+        sequences = torch.arange(len(batch.lens))[:, None, None] * batch.token_ids.shape[1]
+        before = (sequences + labels.before).flatten()[rows]
+        device = self.target.device
+        seen = self.run_target(batch)
+        hidden = self.hidden(batch, anchors, seen.features)
+        rows, exist = rows.to(device), labels.exist.to(device)
+        config = self.target.config.get_text_config()
+        found = row_losses(
+            hidden.flatten(0, 2).index_select(0, rows),
+            labels.token_ids.to(device).flatten()[rows],
+            taught=seen.hidden.flatten(0, 1)[before.to(device)] if self.soft else None,
+            head=self.target.get_output_embeddings(),
+            logit_cap=getattr(config, "final_logit_softcapping", None) or 0.0,
+            chunk=self.chunk,
+        )
+        surprise = found.surprise.new_zeros(exist.numel()).index_copy(0, rows, found.surprise)
+        weights = self.weigh(surprise.view(exist.shape), exist)
+        return weighted_mean(found.losses, weights.flatten()[rows])
+
+    def draw(self, batch: Batch) -> tuple[Anchors, Labels]:
+        """Draw the anchors of a batch that is still on the CPU."""
+        # a batch of few long rows has as many blocks as one of many short rows: every token counts
+        each = max(1, self.blocks // len(batch.lens))
+        anchors = sample_anchors(batch.answer_mask, each, generator=self.generator)
+        size = self.drafter.config.block_size
+        return anchors, make_labels(batch.token_ids, batch.answer_mask, anchors, block_size=size)
+
+    def run_target(self, batch: Batch) -> TargetPass:
+        ids = batch.token_ids.to(self.target.device)
+        return run_target(self.target, ids, self.drafter.config.target_layer_ids)
+
+    def hidden(self, batch: Batch, anchors: Anchors, features: Tensor) -> Tensor:
+        """Return the drafter's hidden states of the drafted slots, [b, N, B - 1, H]."""
+        device = self.target.device
+        return run_blocks(
+            self.target,
+            self.drafter,
+            batch.to(device),
+            anchors.positions.to(device),
+            features=features,
+            attention=self.attention,
+        )
+
+    @torch.no_grad()
+    def acceptance(self, batch: Batch) -> tuple[int, int]:
+        """Return (tokens, blocks): what the drawn blocks would commit if verified by the text."""
+        anchors, labels = self.draw(batch)
+        head = self.target.get_output_embeddings()
+        hidden = self.hidden(batch, anchors, self.run_target(batch).features).flatten(0, 2)
+        drafts = [head(part.to(head.weight.dtype)).argmax(-1) for part in hidden.split(self.chunk)]
+        right = torch.cat(drafts).cpu().view_as(labels.token_ids) == labels.token_ids
+        correct = (right & labels.exist).long().cumprod(-1).sum()
+        blocks = int(anchors.exist.sum())
+        return int(correct) + blocks, blocks

@@ -10,10 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sglang_dflash.reference.model import DrafterConfig
 from sglang_dflash.train.answers import answer_files
-from sglang_dflash.train.card import versions
+from sglang_dflash.train.drafter_setup import (
+    find_drafter,
+    load_target_parts,
+    make_drafter_config,
+    read_drafter_config,
+)
+from sglang_dflash.train.model_card import versions
 from sglang_dflash.train.options import (
     FIXED,
     SHAPE,
@@ -22,12 +29,6 @@ from sglang_dflash.train.options import (
     settle_defaults,
 )
 from sglang_dflash.train.prompts import check_template
-from sglang_dflash.train.shape import (
-    find_drafter,
-    load_target_parts,
-    make_drafter_config,
-    read_drafter_config,
-)
 
 # what --thinking tells the chat template
 THINKING = {"on": True, "off": False, "default": None}
@@ -160,3 +161,12 @@ def _claim(run: Run, known: dict[str, Any]) -> None:
         "licence": options.licence,
     }
     run.write("run.json", {"files": [], "answers": {}} | known | fresh)
+
+
+def load_target(run: Run) -> PreTrainedModel:
+    """Load the target frozen, in the dtype it will be served in."""
+    dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
+    target = AutoModelForCausalLM.from_pretrained(
+        run.options.model_path, dtype=dtype, attn_implementation="sdpa"
+    )
+    return target.to(run.device).eval().requires_grad_(False)

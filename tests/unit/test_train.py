@@ -23,21 +23,20 @@ from sglang_dflash.pairs.tiny_corpus import templates
 from sglang_dflash.pairs.tiny_corpus.corpus import make_conversations, sample_prompts, split_of
 from sglang_dflash.reference.generate import Generation, capture_features
 from sglang_dflash.reference.model import FULL, SLIDING, Drafter, DrafterConfig
+from sglang_dflash.train.acceptance import Ideal, sample_at
+from sglang_dflash.train.anchors import Anchors, make_labels, sample_anchors
 from sglang_dflash.train.answers import Answer
 from sglang_dflash.train.batches import Batches, collate, encode_chat, encode_prompt
 from sglang_dflash.train.blocks import run_blocks, run_target
-from sglang_dflash.train.evaluate import Ideal, sample_at
-from sglang_dflash.train.loop import DrafterLoss, Schedule, optimise
 from sglang_dflash.train.loss import (
-    Anchors,
+    DrafterLoss,
     decay_weights,
     dpace_weights,
-    make_labels,
     row_losses,
-    sample_anchors,
     weighted_mean,
 )
 from sglang_dflash.train.repeats import useful_length
+from sglang_dflash.train.trainer import Schedule, optimise
 
 
 @pytest.fixture(scope="module")

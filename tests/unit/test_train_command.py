@@ -34,6 +34,11 @@ from sglang_dflash.train.answers import (
 )
 from sglang_dflash.train.batches import Batches, make_example
 from sglang_dflash.train.blocks import choose_attention
+from sglang_dflash.train.drafter_setup import (
+    choose_mask_token,
+    make_drafter_config,
+    spread_layer_ids,
+)
 from sglang_dflash.train.options import (
     FIXED,
     add_train_options,
@@ -42,7 +47,6 @@ from sglang_dflash.train.options import (
     settle_defaults,
 )
 from sglang_dflash.train.prompts import read_prompts
-from sglang_dflash.train.shape import choose_mask_token, make_drafter_config, spread_layer_ids
 
 SMALL = (
     f"--model-path={tiny_target()}",

@@ -17,7 +17,8 @@ from sglang_dflash.pairs.tiny_corpus.corpus import make_conversations, sample_pr
 from sglang_dflash.reference.model import Drafter
 from sglang_dflash.testing.server import ROOT
 from sglang_dflash.train.batches import collate, encode_chat
-from sglang_dflash.train.loop import DrafterLoss, Schedule, optimise
+from sglang_dflash.train.loss import DrafterLoss
+from sglang_dflash.train.trainer import Schedule, optimise
 
 pytestmark = pytest.mark.gpu
 

@@ -1,18 +1,9 @@
-"""`python -m sglang_dflash train`: from a target and prompts to a drafter folder, in stages.
-
-    answers    OUT/answers-*.jsonl.gz: the target's own answers
-    train      OUT/checkpoint.pt, OUT/progress.jsonl, OUT/drafter/
-    evaluate   OUT/scores.json, and the card in OUT/drafter/
-
-Every stage continues from what `--resume` finds in OUT. `--steps` makes a run exact: interrupted
-and resumed it gives the weights of an uninterrupted one, bit for bit on a CPU.
-"""
+"""The first stage: the target's own answers to the prompts, generated or taken from other runs."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -21,21 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
-
-from sglang_dflash.reference.generate import generate
-from sglang_dflash.reference.model import Drafter
-from sglang_dflash.reference.rejection import BlockRule
 from sglang_dflash.train import answers as store
-from sglang_dflash.train.card import write_card
-from sglang_dflash.train.evaluate import Ideal, accept_length, histogram, sample_at
-from sglang_dflash.train.fit import fit
 from sglang_dflash.train.options import read_share, read_temperatures
-from sglang_dflash.train.prepare import THINKING, Run, prepare
+from sglang_dflash.train.prepare import THINKING, Run, load_target
 from sglang_dflash.train.prompts import Prompts, read_prompts, sha256
-from sglang_dflash.train.stop import Stop, resume_command
 
 # starts an engine for the target's answers; the caller knows one, because only it knows SGLang
 Engine = Callable[..., AbstractContextManager[store.Ask]]
@@ -44,41 +24,6 @@ Engine = Callable[..., AbstractContextManager[store.Ask]]
 ENGINE_GROUP = 2048
 # questions from which batches of one temperature are made, each written when it is complete
 TRANSFORMERS_GROUP = 64
-# temperature and drafts of the real decoding loop
-EVALUATED = ((0.0, "likeliest"), (1.0, "likeliest"), (1.0, "drawn"))
-
-
-def run_train(options: argparse.Namespace, *, engine: Engine | None = None, stop: Stop) -> int:
-    """Run the stages that are asked for and not yet done; return 2 for a refused request."""
-    transformers_logging.disable_progress_bar()
-    try:
-        run = prepare(options)
-        found = collect_answers(run, engine)
-    except ValueError as error:
-        print(f"train: {error}", file=sys.stderr)
-        return 2
-    if options.stop_after == "answers":
-        return 0
-    target = load_target(run)
-    if not options.evaluate_only:
-        finished = fit(
-            target,
-            run.drafter,
-            begin_with=run.begin_with,
-            answers=found,
-            options=options,
-            pad_id=run.pad_id,
-            stop=stop,
-        )
-        if not finished:
-            if not stop.asked:
-                print(f"train: paused. Continue with:\n{resume_command(options)}", flush=True)
-            return 0
-    if options.stop_after == "train":
-        return 0
-    evaluate_drafter(run, target, found)
-    print(f"train: {run.out / 'drafter'} is ready", flush=True)
-    return 0
 
 
 def collect_answers(run: Run, engine: Engine | None) -> dict[str, store.Answer]:
@@ -236,86 +181,3 @@ def _temperatures(answers: Iterable[store.Answer]) -> str:
     # as they are, not as this call's options would have them
     counts = Counter(answer.temperature for answer in answers)
     return ", ".join(f"{t:g} ({counts[t]} answers)" for t in sorted(counts))
-
-
-def load_target(run: Run) -> PreTrainedModel:
-    """Load the target frozen, in the dtype it will be served in."""
-    dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
-    target = AutoModelForCausalLM.from_pretrained(
-        run.options.model_path, dtype=dtype, attn_implementation="sdpa"
-    )
-    return target.to(run.device).eval().requires_grad_(False)
-
-
-def evaluate_drafter(
-    run: Run, target: PreTrainedModel, answers: dict[str, store.Answer]
-) -> dict[str, Any]:
-    """Measure the exported drafter in the real loop and write its card."""
-    options = run.options
-    drafter = Drafter.from_pretrained(run.out / "drafter", target.dtype).to(run.device)
-    keys = list(answers)[: min(options.held_out, options.evaluate_prompts)]
-    prompts = [answers[key].prompt_ids.tolist() for key in keys]
-    loops = [_decode(run, target, drafter, prompts, *how) for how in EVALUATED]
-    scores = run.read("scores.json") | {
-        "loops": loops,
-        "evaluate_tokens": options.evaluate_tokens,
-        "held_out": options.held_out,
-        "device": f"{run.device_name}, {str(target.dtype).removeprefix('torch.')}",
-    }
-    run.write("scores.json", scores)
-    path = run.out / "progress.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    card = write_card(
-        config=drafter.config,
-        run=run.read("run.json"),
-        scores=scores,
-        # a run that was killed had gone on from the drafter it left
-        progress=[row for row in rows if row["step"] <= scores.get("step", row["step"])],
-    )
-    (run.out / "drafter" / "README.md").write_text(card)
-    for loop in loops:
-        bound = f" (an ideal drafter's: {loop['ideal']:.2f})" if loop["ideal"] else ""
-        print(
-            f"train: accept length {loop['accept_length']:.2f} at temperature "
-            f"{loop['temperature']:g}, {loop['drafts']} drafts, over {loop['verify_steps']} verify "
-            f"steps{bound}",
-            flush=True,
-        )
-    return scores
-
-
-def _decode(
-    run: Run,
-    target: PreTrainedModel,
-    drafter: Drafter,
-    prompts: list[list[int]],
-    temperature: float,
-    drafts: str,
-) -> dict[str, Any]:
-    """Answer the prompts in the real loop; return what was accepted."""
-    seed, ideal = run.options.seed, None
-    if drafts == "likeliest":
-        ideal = Ideal(sample_at(temperature, seed=seed))
-    choose = ideal or BlockRule(temperature, seed=seed)
-    generations = []
-    for prompt in store.watch(prompts, f"evaluate at temperature {temperature:g}, {drafts} drafts"):
-        generation = generate(
-            target,
-            drafter,
-            prompt,
-            max_new_tokens=run.options.evaluate_tokens,
-            eos_token_ids=run.stop,
-            choose=choose,
-        )
-        if ideal:
-            ideal.count(generation, prompt_len=len(prompt), block_size=drafter.config.block_size)
-        generations.append(generation)
-    return {
-        "temperature": temperature,
-        "drafts": drafts,
-        "prompts": len(prompts),
-        "verify_steps": sum(len(g.blocks) for g in generations),
-        "accept_length": accept_length(generations),
-        "ideal": ideal and ideal.accept_length,
-        "histogram": histogram(generations),
-    }

@@ -19,9 +19,9 @@ from sglang_dflash.reference.model import Drafter, DrafterConfig
 from sglang_dflash.train.answers import Answer
 from sglang_dflash.train.batches import Batch, Batches, Example, collate
 from sglang_dflash.train.blocks import choose_attention
-from sglang_dflash.train.loop import DrafterLoss, Schedule, Training
-from sglang_dflash.train.loss import decay_weights, dpace_weights
+from sglang_dflash.train.loss import DrafterLoss, decay_weights, dpace_weights
 from sglang_dflash.train.stop import Stop
+from sglang_dflash.train.trainer import Schedule, Trainer
 
 # how often held-out text is looked at, over the whole training
 LOOKS = 25
@@ -29,7 +29,7 @@ LOOKS = 25
 GPU_MULTIPLE = 64
 
 
-def fit(
+def train_drafter(
     target: PreTrainedModel,
     config: DrafterConfig,
     *,
@@ -46,7 +46,7 @@ def fit(
         torch.manual_seed(options.seed)
         # made on the CPU, so that a seed means the same weights everywhere
         drafter = Drafter(config)
-    training, loss_of = _start(target, drafter.to(target.device), options)
+    trainer, loss_of = _start(target, drafter.to(target.device), options)
     examples = [answer.example(options.max_length) for answer in answers.values()]
     held_out, examples = examples[: options.held_out], examples[options.held_out :]
     multiple = GPU_MULTIPLE if target.device.type == "cuda" else 1
@@ -68,8 +68,8 @@ def fit(
         seed=options.seed,
         stop=stop,
     )
-    watch.resume(training)
-    parameters = sum(p.numel() for p in training.module.parameters())
+    watch.resume(trainer)
+    parameters = sum(p.numel() for p in trainer.module.parameters())
     print(
         f"train: {len(batches.examples)} sequences in {len(batches.groups)} batches an epoch, "
         f"{parameters / 1e6:.1f} M parameters, {loss_of.blocks} blocks a batch, "
@@ -78,14 +78,14 @@ def fit(
     )
     with stop.let_finish("saving after this step; a second signal ends at once"):
         with watch:
-            training.run(batches, loss_of=loss_of, after_step=watch)
-        watch.save(training)
-    return training.share >= 1 and not stop.asked
+            trainer.run(batches, loss_of=loss_of, after_step=watch)
+        watch.save(trainer)
+    return trainer.share >= 1 and not stop.asked
 
 
 def _start(
     target: PreTrainedModel, drafter: Drafter, options: argparse.Namespace
-) -> tuple[Training, DrafterLoss]:
+) -> tuple[Trainer, DrafterLoss]:
     schedule = Schedule(
         steps=options.steps,
         seconds=options.minutes * 60 if options.minutes else None,
@@ -111,8 +111,8 @@ def _start(
         chunk=options.chunk_rows,
         attention=attention,
     )
-    training = Training(module=drafter, schedule=schedule, optimizer=options.optimizer)
-    return training, loss_of
+    trainer = Trainer(module=drafter, schedule=schedule, optimizer=options.optimizer)
+    return trainer, loss_of
 
 
 def _in_batches(
@@ -158,52 +158,52 @@ class _Watch:
     def __exit__(self, *_error: object) -> None:
         self.bar.close()
 
-    def __call__(self, training: Training) -> bool:
+    def __call__(self, trainer: Trainer) -> bool:
         self.sequences += len(self.batches.groups[self.batches.index - 1])
-        look = int(training.share * LOOKS)
+        look = int(trainer.share * LOOKS)
         if look > self.looked:
             self.looked = look
-            self.look(training)
+            self.look(trainer)
         now = time.monotonic()
         if now - self.saved > self.checkpoint_every:
-            self.save(training)
-        grown = 100 * training.share - self.bar.n
+            self.save(trainer)
+        grown = 100 * trainer.share - self.bar.n
         if self.bar.update(grown):
-            self._describe(training)
+            self._describe(trainer)
         paused = self.pause_after is not None and now - self.began > self.pause_after
         return paused or self.stop.asked is not None
 
-    def _describe(self, training: Training) -> None:
+    def _describe(self, trainer: Trainer) -> None:
         rate = self.sequences / (time.monotonic() - self.began)
-        text = f"step {training.step}, loss {training.recent_loss():.3f}, {rate:.1f} sequences/s"
+        text = f"step {trainer.step}, loss {trainer.recent_loss():.3f}, {rate:.1f} sequences/s"
         if self.estimate is not None:
             text += f", accept {self.estimate:.2f}"
         self.bar.set_postfix_str(text)
 
-    def look(self, training: Training) -> None:
+    def look(self, trainer: Trainer) -> None:
         """Estimate acceptance on held-out text, always at the same anchors, and note it."""
         fixed = replace(self.loss_of, generator=torch.Generator().manual_seed(self.seed))
         counts = [fixed.acceptance(batch) for batch in self.held_out]
         self.estimate = sum(tokens for tokens, _ in counts) / max(1, sum(n for _, n in counts))
         row = {
-            "step": training.step,
-            "seconds": round(training.seconds, 2),
+            "step": trainer.step,
+            "seconds": round(trainer.seconds, 2),
             "epoch": self.batches.epoch,
-            "loss": training.recent_loss(),
-            "learning_rate": training.rate,
+            "loss": trainer.recent_loss(),
+            "learning_rate": trainer.rate,
             "estimate": self.estimate,
         }
         with (self.out / "progress.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def save(self, training: Training) -> None:
+    def save(self, trainer: Trainer) -> None:
         """Write what `resume` needs, and the drafter as it is now; never a broken one."""
-        if training.losses and not torch.isfinite(training.losses[-1]):
+        if trainer.losses and not torch.isfinite(trainer.losses[-1]):
             raise RuntimeError(
-                f"The loss is {training.losses[-1].item()} at step {training.step}. Lower "
+                f"The loss is {trainer.losses[-1].item()} at step {trainer.step}. Lower "
                 "--learning-rate and pass --resume: the last checkpoint was kept."
             )
-        state: dict[str, Any] = training.state() | {
+        state: dict[str, Any] = trainer.state() | {
             "generator": self.loss_of.generator.get_state(),
             "epoch": self.batches.epoch,
             "index": self.batches.index,
@@ -213,29 +213,29 @@ class _Watch:
         partial = self.out / "checkpoint.partial"
         torch.save(state, partial)
         partial.replace(self.out / "checkpoint.pt")
-        training.module.save_pretrained(self.out / "drafter")
+        trainer.module.save_pretrained(self.out / "drafter")
         scores = {
-            "step": training.step,
-            "seconds": training.seconds,
-            "share": training.share,
+            "step": trainer.step,
+            "seconds": trainer.seconds,
+            "share": trainer.share,
             "estimate": self.estimate,
         }
         (self.out / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
         self.saved = time.monotonic()
 
-    def resume(self, training: Training) -> None:
+    def resume(self, trainer: Trainer) -> None:
         """Take up the checkpoint in the out folder, if there is one."""
         path = self.out / "checkpoint.pt"
         if not path.exists():
             (self.out / "progress.jsonl").unlink(missing_ok=True)
             return
         state = torch.load(path, map_location=self.loss_of.target.device, weights_only=True)
-        training.load(state)
+        trainer.load(state)
         self.loss_of.generator.set_state(state["generator"].cpu())
         self.batches.seek(state["epoch"], state["index"])
         self.looked = state["looked"]
-        self._forget_after(training.step)
-        print(f"train: resumed at step {training.step}, {training.seconds:.0f} s", flush=True)
+        self._forget_after(trainer.step)
+        print(f"train: resumed at step {trainer.step}, {trainer.seconds:.0f} s", flush=True)
 
     def _forget_after(self, step: int) -> None:
         # steps since the checkpoint will be taken again

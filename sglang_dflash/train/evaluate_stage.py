@@ -1,0 +1,93 @@
+"""The last stage: the exported drafter in the real decoding loop, and its model card."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from sglang_dflash.reference.generate import generate
+from sglang_dflash.reference.model import Drafter
+from sglang_dflash.reference.rejection import BlockRule
+from sglang_dflash.train import answers as store
+from sglang_dflash.train.acceptance import Ideal, accept_length, histogram, sample_at
+from sglang_dflash.train.model_card import write_card
+from sglang_dflash.train.prepare import Run
+
+# temperature and drafts of the real decoding loop
+EVALUATED = ((0.0, "likeliest"), (1.0, "likeliest"), (1.0, "drawn"))
+
+
+def evaluate_drafter(
+    run: Run, target: PreTrainedModel, answers: dict[str, store.Answer]
+) -> dict[str, Any]:
+    """Measure the exported drafter in the real loop and write its card."""
+    options = run.options
+    drafter = Drafter.from_pretrained(run.out / "drafter", target.dtype).to(run.device)
+    keys = list(answers)[: min(options.held_out, options.evaluate_prompts)]
+    prompts = [answers[key].prompt_ids.tolist() for key in keys]
+    loops = [_decode(run, target, drafter, prompts, *how) for how in EVALUATED]
+    scores = run.read("scores.json") | {
+        "loops": loops,
+        "evaluate_tokens": options.evaluate_tokens,
+        "held_out": options.held_out,
+        "device": f"{run.device_name}, {str(target.dtype).removeprefix('torch.')}",
+    }
+    run.write("scores.json", scores)
+    path = run.out / "progress.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    card = write_card(
+        config=drafter.config,
+        run=run.read("run.json"),
+        scores=scores,
+        # a run that was killed had gone on from the drafter it left
+        progress=[row for row in rows if row["step"] <= scores.get("step", row["step"])],
+    )
+    (run.out / "drafter" / "README.md").write_text(card)
+    for loop in loops:
+        bound = f" (an ideal drafter's: {loop['ideal']:.2f})" if loop["ideal"] else ""
+        print(
+            f"train: accept length {loop['accept_length']:.2f} at temperature "
+            f"{loop['temperature']:g}, {loop['drafts']} drafts, over {loop['verify_steps']} verify "
+            f"steps{bound}",
+            flush=True,
+        )
+    return scores
+
+
+def _decode(
+    run: Run,
+    target: PreTrainedModel,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    temperature: float,
+    drafts: str,
+) -> dict[str, Any]:
+    """Answer the prompts in the real loop; return what was accepted."""
+    seed, ideal = run.options.seed, None
+    if drafts == "likeliest":
+        ideal = Ideal(sample_at(temperature, seed=seed))
+    choose = ideal or BlockRule(temperature, seed=seed)
+    generations = []
+    for prompt in store.watch(prompts, f"evaluate at temperature {temperature:g}, {drafts} drafts"):
+        generation = generate(
+            target,
+            drafter,
+            prompt,
+            max_new_tokens=run.options.evaluate_tokens,
+            eos_token_ids=run.stop,
+            choose=choose,
+        )
+        if ideal:
+            ideal.count(generation, prompt_len=len(prompt), block_size=drafter.config.block_size)
+        generations.append(generation)
+    return {
+        "temperature": temperature,
+        "drafts": drafts,
+        "prompts": len(prompts),
+        "verify_steps": sum(len(g.blocks) for g in generations),
+        "accept_length": accept_length(generations),
+        "ideal": ideal and ideal.accept_length,
+        "histogram": histogram(generations),
+    }
