@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from sglang_dflash.train.options import add_train_options
+from sglang_dflash.train.arguments import add_train_options, read_invocation
+from sglang_dflash.train.config import Invocation
 from sglang_dflash.train.stop import Stop, run_until_stopped
 
 # without these there is nothing to run
@@ -61,20 +62,20 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
         return run_doctor(options)
     if options.command == "train":
-        options.command_line = arguments
-        return run_until_stopped(options, run_train)
+        invocation = read_invocation(options, arguments)
+        return run_until_stopped(invocation, lambda stop: run_train(options, invocation, stop))
     from sglang_dflash.report import run_report
 
     return run_report(options)
 
 
-def run_train(options: argparse.Namespace, stop: Stop) -> int:
+def run_train(options: argparse.Namespace, invocation: Invocation, stop: Stop) -> int:
     from sglang_dflash.glue import release
     from sglang_dflash.glue.offline import offline_engine
     from sglang_dflash.train import command
 
     engine = offline_engine if release.installed() else None
-    return command.run_train(options, engine=engine, stop=stop)
+    return command.run_train(options, invocation, engine=engine, stop=stop)
 
 
 def add_pair_options(parser: argparse.ArgumentParser) -> None:

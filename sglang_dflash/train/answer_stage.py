@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sglang_dflash.train import answers as store
-from sglang_dflash.train.options import read_share, read_temperatures
-from sglang_dflash.train.prepare import THINKING, Run, load_target
+from sglang_dflash.train.config import TrainConfig
+from sglang_dflash.train.prepare import Run, load_target
 from sglang_dflash.train.prompts import Prompts, read_prompts, sha256
 
 # starts an engine for the target's answers; the caller knows one, because only it knows SGLang
@@ -28,20 +28,21 @@ TRANSFORMERS_GROUP = 64
 
 def collect_answers(run: Run, engine: Engine | None) -> dict[str, store.Answer]:
     """Return the answers to train on, generating what is missing."""
-    options, commands = run.options, []
-    if options.answers:
-        found = store.read_answers(options.answers)
-        files, made_by, commands = _origin(options.answers)
+    config = run.config
+    commands: list[str] = []
+    if config.answers:
+        found = store.read_answers(config.answers)
+        files, made_by, commands = _origin(config.answers)
     else:
         found = store.read_answers(store.answer_files(run.out), repair=True)
         files, made_by = run.read("run.json")["files"], "an earlier call"
-        if options.prompts:
+        if config.prompts:
             files, made_by = generate_answers(run, engine, known=found)
             found = store.read_answers(store.answer_files(run.out))
     # a share of the questions need not be enough
-    if len(found) <= options.held_out and options.stop_after != "answers":
+    if len(found) <= config.held_out and config.stop_after != "answers":
         raise ValueError(
-            f"{len(found)} answers were found and --held-out is {options.held_out}: nothing is "
+            f"{len(found)} answers were found and --held-out is {config.held_out}: nothing is "
             "left to train on. Pass more --prompts or --answers, or hold out fewer."
         )
     _note_answers(run, found, files=files, made_by=made_by, commands=commands)
@@ -67,24 +68,24 @@ def generate_answers(
     run: Run, engine: Engine | None, *, known: dict[str, store.Answer]
 ) -> tuple[list[dict[str, Any]], str]:
     """Answer the prompts that have no answer yet; return the files and what answered."""
-    options = run.options
+    config = run.config
     prompts = read_prompts(
-        options.prompts,
+        config.prompts,
         tokenizer=run.tokenizer,
-        thinking=THINKING[options.thinking],
-        max_length=options.max_length,
+        thinking=config.enable_thinking,
+        max_length=config.max_length,
     )
-    _check_held_out(options, prompts, known)
+    _check_held_out(config, prompts, known)
     questions = store.make_questions(
         prompts.token_ids,
-        held_out=options.held_out,
-        temperatures=read_temperatures(options.temperatures),
-        per_prompt=options.answers_per_prompt,
-        max_new_tokens=options.max_new_tokens,
-        max_length=options.max_length,
-        seed=options.seed,
-    )[read_share(options.share)]
-    kind = options.engine
+        held_out=config.held_out,
+        temperatures=config.temperatures,
+        per_prompt=config.answers_per_prompt,
+        max_new_tokens=config.max_new_tokens,
+        max_length=config.max_length,
+        seed=config.seed,
+    )[config.share]
+    kind = config.engine
     if kind == "auto":
         kind = "sglang" if run.device.type == "cuda" and engine is not None else "transformers"
     missing = _missing_parts(questions, kind, known)
@@ -97,26 +98,26 @@ def generate_answers(
     files = [asdict(file) for file in prompts.files]
     if not missing:
         return files, kind
-    seconds = options.answer_minutes * 60 if options.answer_minutes else None
-    write = {"stop": run.stop, "folder": run.out, "seconds": seconds}
+    seconds = config.answer_minutes * 60 if config.answer_minutes else None
+    write = partial(store.answer_questions, missing, stop=run.stop, folder=run.out, seconds=seconds)
     if kind == "transformers":
         target = load_target(run)
-        ask = store.ask_transformers(target, stop=run.stop, pad_id=run.pad_id, seed=options.seed)
-        store.answer_questions(missing, ask=ask, **write)
+        ask = store.ask_transformers(target, stop=run.stop, pad_id=run.pad_id, seed=config.seed)
+        write(ask=ask)
         return files, kind
     if engine is None:
         raise ValueError("--engine sglang was asked for but SGLang is not installed here.")
     began = time.monotonic()
     with engine(
-        options.model_path,
+        config.model_path,
         stop=run.stop,
-        seed=options.seed,
-        max_length=options.max_length,
-        rows=options.engine_rows,
-        attention_backend=options.attention_backend,
+        seed=config.seed,
+        max_length=config.max_length,
+        rows=config.engine_rows,
+        attention_backend=config.attention_backend,
     ) as ask:
         print(f"train: engine ready after {time.monotonic() - began:.0f} s", flush=True)
-        store.answer_questions(missing, ask=ask, **write)
+        write(ask=ask)
     return files, kind
 
 
@@ -133,18 +134,16 @@ def _missing_parts(
     return [part for part in missing if part]
 
 
-def _check_held_out(
-    options: argparse.Namespace, prompts: Prompts, known: dict[str, store.Answer]
-) -> None:
+def _check_held_out(config: TrainConfig, prompts: Prompts, known: dict[str, store.Answer]) -> None:
     """Refuse, before any is answered, prompts that are too few to hold some out."""
     # those of an earlier call count: their answers are trained on, too
     count = len(prompts.token_ids.keys() | {key.partition(".")[0] for key in known})
-    if count <= options.held_out:
-        files = ", ".join(str(path) for path in options.prompts)
+    if count <= config.held_out:
+        files = ", ".join(str(path) for path in config.prompts)
         raise ValueError(
             f"{files}: {count} prompts ({prompts.repeated} repeated and {prompts.too_long} too "
-            f"long left out) and --held-out is {options.held_out}: nothing is left to train on. "
-            f"Pass more than {options.held_out} prompts, or hold out fewer."
+            f"long left out) and --held-out is {config.held_out}: nothing is left to train on. "
+            f"Pass more than {config.held_out} prompts, or hold out fewer."
         )
 
 
@@ -164,7 +163,7 @@ def _note_answers(
         "count": len(found),
         "tokens": sum(len(answer.answer_ids) for answer in found.values()),
         "stopped": sum(answer.finish == "stop" for answer in found.values()),
-        "held_out": run.options.held_out,
+        "held_out": run.config.held_out,
         "temperatures": _temperatures(found.values()),
         "engine": made_by,
         "commands": commands,

@@ -16,40 +16,48 @@ import sys
 from transformers.utils import logging as transformers_logging
 
 from sglang_dflash.train.answer_stage import Engine, collect_answers
+from sglang_dflash.train.config import Invocation
 from sglang_dflash.train.evaluate_stage import evaluate_drafter
 from sglang_dflash.train.prepare import load_target, prepare
 from sglang_dflash.train.stop import Stop, resume_command
 from sglang_dflash.train.train_stage import train_drafter
 
 
-def run_train(options: argparse.Namespace, *, engine: Engine | None = None, stop: Stop) -> int:
+def run_train(
+    options: argparse.Namespace,
+    invocation: Invocation,
+    *,
+    engine: Engine | None = None,
+    stop: Stop,
+) -> int:
     """Run the stages that are asked for and not yet done; return 2 for a refused request."""
     transformers_logging.disable_progress_bar()
     try:
-        run = prepare(options)
-        found = collect_answers(run, engine)
+        run = prepare(options, invocation)
+        answers = collect_answers(run, engine)
     except ValueError as error:
         print(f"train: {error}", file=sys.stderr)
         return 2
-    if options.stop_after == "answers":
+    config = run.config
+    if config.stop_after == "answers":
         return 0
     target = load_target(run)
-    if not options.evaluate_only:
+    if not config.evaluate_only:
         finished = train_drafter(
             target,
             run.drafter,
             begin_with=run.begin_with,
-            answers=found,
-            options=options,
+            answers=answers,
+            config=config,
             pad_id=run.pad_id,
             stop=stop,
         )
         if not finished:
             if not stop.asked:
-                print(f"train: paused. Continue with:\n{resume_command(options)}", flush=True)
+                print(f"train: paused. Continue with:\n{resume_command(config)}", flush=True)
             return 0
-    if options.stop_after == "train":
+    if config.stop_after == "train":
         return 0
-    evaluate_drafter(run, target, found)
+    evaluate_drafter(run, target, answers)
     print(f"train: {run.out / 'drafter'} is ready", flush=True)
     return 0

@@ -23,15 +23,15 @@ def evaluate_drafter(
     run: Run, target: PreTrainedModel, answers: dict[str, store.Answer]
 ) -> dict[str, Any]:
     """Measure the exported drafter in the real loop and write its card."""
-    options = run.options
+    config = run.config
     drafter = Drafter.from_pretrained(run.out / "drafter", target.dtype).to(run.device)
-    keys = list(answers)[: min(options.held_out, options.evaluate_prompts)]
+    keys = list(answers)[: min(config.held_out, config.evaluate_prompts)]
     prompts = [answers[key].prompt_ids.tolist() for key in keys]
     loops = [_decode(run, target, drafter, prompts, *how) for how in EVALUATED]
     scores = run.read("scores.json") | {
         "loops": loops,
-        "evaluate_tokens": options.evaluate_tokens,
-        "held_out": options.held_out,
+        "evaluate_tokens": config.evaluate_tokens,
+        "held_out": config.held_out,
         "device": f"{run.device_name}, {str(target.dtype).removeprefix('torch.')}",
     }
     run.write("scores.json", scores)
@@ -65,7 +65,7 @@ def _decode(
     drafts: str,
 ) -> dict[str, Any]:
     """Answer the prompts in the real loop; return what was accepted."""
-    seed, ideal = run.options.seed, None
+    seed, ideal = run.config.seed, None
     if drafts == "likeliest":
         ideal = Ideal(sample_at(temperature, seed=seed))
     choose = ideal or BlockRule(temperature, seed=seed)
@@ -75,7 +75,7 @@ def _decode(
             target,
             drafter,
             prompt,
-            max_new_tokens=run.options.evaluate_tokens,
+            max_new_tokens=run.config.evaluate_tokens,
             eos_token_ids=run.stop,
             choose=choose,
         )

@@ -1,19 +1,22 @@
-"""A run before anything is loaded: what is refused, what defaults it has, whose folder it is."""
+"""A run before any weights are loaded: its config, its drafter, its folder."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sglang_dflash.reference.model import DrafterConfig
 from sglang_dflash.train.answers import answer_files
+from sglang_dflash.train.arguments import make_config
+from sglang_dflash.train.config import Invocation, TrainConfig, default_gamma
 from sglang_dflash.train.drafter_setup import (
     find_drafter,
     load_target_parts,
@@ -21,25 +24,14 @@ from sglang_dflash.train.drafter_setup import (
     read_drafter_config,
 )
 from sglang_dflash.train.model_card import versions
-from sglang_dflash.train.options import (
-    FIXED,
-    SHAPE,
-    check_options,
-    default_gamma,
-    settle_defaults,
-)
 from sglang_dflash.train.prompts import check_template
-
-# what --thinking tells the chat template
-THINKING = {"on": True, "off": False, "default": None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A run that has been checked."""
 
-    options: argparse.Namespace
-    device: torch.device
+    config: TrainConfig
     drafter: DrafterConfig
     begin_with: Path | None  # a drafter to train further
     tokenizer: Any
@@ -47,7 +39,11 @@ class Run:
 
     @property
     def out(self) -> Path:
-        return self.options.out
+        return self.config.out
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.config.device)
 
     @property
     def pad_id(self) -> int:
@@ -66,38 +62,38 @@ class Run:
         (self.out / name).write_text(json.dumps(values, indent=1) + "\n")
 
 
-def prepare(options: argparse.Namespace) -> Run:
+def prepare(options: argparse.Namespace, invocation: Invocation) -> Run:
     """Check everything that can be checked without weights, and claim the out folder."""
     device = _device(options.device)
-    known = _read_known(options.out)
-    continues = options.resume or options.evaluate_only
-    chosen = settle_defaults(
-        options, device.type, before=known.get("settings", {}) if continues else {}
+    known = _read_known(invocation.out)
+    config, chosen = make_config(
+        options,
+        invocation=invocation,
+        device=device.type,
+        before=known.get("settings", {}) if invocation.continues else {},
     )
-    check_options(options)
-    config, tokenizer, stop = load_target_parts(options.model_path)
-    check_template(tokenizer, THINKING[options.thinking])
+    target, tokenizer, stop = load_target_parts(config.model_path)
+    check_template(tokenizer, config.enable_thinking)
     if not stop:
         raise ValueError(
-            f"{options.model_path} names no token that ends an answer. Set eos_token_id in its "
+            f"{config.model_path} names no token that ends an answer. Set eos_token_id in its "
             "generation_config.json."
         )
-    if options.max_length > config.max_position_embeddings:
+    if config.max_length > target.max_position_embeddings:
         raise ValueError(
-            f"--max-length {options.max_length} is more than the {config.max_position_embeddings} "
+            f"--max-length {config.max_length} is more than the {target.max_position_embeddings} "
             "positions of the target. Lower it."
         )
-    begin_with = find_drafter(options.init_from) if options.init_from else None
+    begin_with = find_drafter(config.init_from) if config.init_from else None
     if begin_with:
-        drafter = read_drafter_config(begin_with, config)
+        drafter = read_drafter_config(begin_with, target)
     else:
-        asked = {name: getattr(options, name) for name in SHAPE}
-        drafter = make_drafter_config(config, tokenizer, **asked, stop=stop)
-    if options.gamma is None:
-        options.gamma = default_gamma(drafter.block_size)
+        assert config.shape is not None, config
+        drafter = make_drafter_config(target, tokenizer, **vars(config.shape), stop=stop)
+    if config.gamma is None:
+        config = replace(config, gamma=default_gamma(drafter.block_size))
     run = Run(
-        options=options,
-        device=device,
+        config=config,
         drafter=drafter,
         begin_with=begin_with,
         tokenizer=tokenizer,
@@ -131,34 +127,32 @@ def _read_known(out: Path) -> dict[str, Any]:
 
 def _claim(run: Run, known: dict[str, Any]) -> None:
     """Refuse a folder that holds another run; write run.json."""
-    options = run.options
-    if known and not (options.resume or options.evaluate_only):
+    config = run.config
+    if known and not config.continues:
         raise ValueError(
             f"--out {run.out} already holds a run for {known['settings']['model_path']}. Pass "
             "--resume to continue it, or another folder."
         )
-    if options.evaluate_only and not (known and (run.out / "drafter" / "config.json").exists()):
+    if config.evaluate_only and not (known and (run.out / "drafter" / "config.json").exists()):
         raise ValueError(f"--evaluate-only found no drafter in {run.out / 'drafter'}. Train first.")
-    settings = {name: getattr(options, name) for name in FIXED}
+    settings = config.settings()
     was = known.get("settings", settings)
-    changed = [
-        f"{n} was {was.get(n)!r}, now {settings[n]!r}" for n in FIXED if was.get(n) != settings[n]
-    ]
+    changed = [f"{n} was {was.get(n)!r}, now {v!r}" for n, v in settings.items() if was.get(n) != v]
     if changed:
         raise ValueError(
             f"--out {run.out} holds a run with other settings: {'; '.join(changed)}. Repeat the "
             "earlier ones, or pass another folder."
         )
-    if options.evaluate_only:
+    if config.evaluate_only:
         return
     run.out.mkdir(parents=True, exist_ok=True)
-    command = "python -m sglang_dflash " + shlex.join(options.command_line)
+    command = "python -m sglang_dflash " + shlex.join(config.command_line)
     fresh = {
         "settings": settings,
         "commands": [*known.get("commands", []), command],
         "device": run.device_name,
         "versions": versions(),
-        "licence": options.licence,
+        "licence": config.licence,
     }
     run.write("run.json", {"files": [], "answers": {}} | known | fresh)
 
@@ -167,6 +161,9 @@ def load_target(run: Run) -> PreTrainedModel:
     """Load the target frozen, in the dtype it will be served in."""
     dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
     target = AutoModelForCausalLM.from_pretrained(
-        run.options.model_path, dtype=dtype, attn_implementation="sdpa"
+        run.config.model_path, dtype=dtype, attn_implementation="sdpa"
     )
-    return target.to(run.device).eval().requires_grad_(False)
+    # transformers hides the signature of `to`; nn.Module's own is typed
+    weights: nn.Module = target
+    weights.to(run.device).eval().requires_grad_(False)
+    return target

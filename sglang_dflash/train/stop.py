@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -10,9 +9,14 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import Any
 
+from sglang_dflash.train.config import Invocation
+
+# what signal.signal takes and returns
+Handler = Callable[[int, FrameType | None], object] | int | None
+STDERR = 2
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
@@ -27,7 +31,7 @@ class Stop:
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
         self._reply: bytes | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> Stop:
         self._before = {number: signal.signal(number, self._receive) for number in NAMES}
@@ -52,40 +56,38 @@ class Stop:
         if again or self._reply is None:
             raise Stopped
         # not by print: the signal may have come in the middle of one
-        os.write(sys.__stderr__.fileno(), b"\ntrain: " + self._reply + b"\n")
+        os.write(STDERR, b"\ntrain: " + self._reply + b"\n")
 
 
-def run_until_stopped(
-    options: argparse.Namespace, work: Callable[[argparse.Namespace, Stop], int]
-) -> int:
+def run_until_stopped(invocation: Invocation, work: Callable[[Stop], int]) -> int:
     """Do the work and return its exit code; if a signal ends it, say how to go on, and return what
     a shell expects of a process that the signal ended."""
     with Stop() as stop:
         try:
-            code = work(options, stop)
+            code = work(stop)
         except Stopped:
             code = 0
     if not stop.asked:
         return code
     print(
-        f"train: stopped by {NAMES[stop.asked]}; {_kept(options)}. Continue with:\n"
-        f"{resume_command(options)}",
+        f"train: stopped by {NAMES[stop.asked]}; {_kept(invocation.out)}. Continue with:\n"
+        f"{resume_command(invocation)}",
         file=sys.stderr,
     )
     return 128 + stop.asked
 
 
-def resume_command(options: argparse.Namespace) -> str:
+def resume_command(invocation: Invocation) -> str:
     """Return the command line that continues a run."""
-    resume = [] if options.resume or options.evaluate_only else ["--resume"]
+    resume = [] if invocation.continues else ["--resume"]
     python = sys.orig_argv[0]
-    return shlex.join([python, "-m", "sglang_dflash", *options.command_line, *resume])
+    return shlex.join([python, "-m", "sglang_dflash", *invocation.command_line, *resume])
 
 
-def _kept(options: argparse.Namespace) -> str:
-    scores = options.out / "scores.json"
-    if (options.out / "checkpoint.pt").exists() and scores.exists():
-        return f"{options.out} has everything up to step {json.loads(scores.read_text())['step']}"
-    if list(options.out.glob("answers-*")):
-        return f"the answers that were complete are kept in {options.out}"
+def _kept(out: Path) -> str:
+    scores = out / "scores.json"
+    if (out / "checkpoint.pt").exists() and scores.exists():
+        return f"{out} has everything up to step {json.loads(scores.read_text())['step']}"
+    if list(out.glob("answers-*")):
+        return f"the answers that were complete are kept in {out}"
     return "there was nothing to keep yet"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -19,7 +18,8 @@ from sglang_dflash.reference.model import Drafter, DrafterConfig
 from sglang_dflash.train.answers import Answer
 from sglang_dflash.train.batches import Batch, Batches, Example, collate
 from sglang_dflash.train.blocks import choose_attention
-from sglang_dflash.train.loss import DrafterLoss, decay_weights, dpace_weights
+from sglang_dflash.train.config import TrainConfig
+from sglang_dflash.train.loss import DrafterLoss, Weighting, decay_weights, dpace_weights
 from sglang_dflash.train.stop import Stop
 from sglang_dflash.train.trainer import Schedule, Trainer
 
@@ -31,41 +31,41 @@ GPU_MULTIPLE = 64
 
 def train_drafter(
     target: PreTrainedModel,
-    config: DrafterConfig,
+    drafter_config: DrafterConfig,
     *,
     begin_with: Path | None,
     answers: dict[str, Answer],
-    options: argparse.Namespace,
+    config: TrainConfig,
     pad_id: int,
     stop: Stop,
 ) -> bool:
-    """Train a drafter into `options.out`; return False if it was paused or stopped."""
+    """Train a drafter into `config.out`; return False if it was paused or stopped."""
     if begin_with:
         drafter = Drafter.from_pretrained(begin_with).requires_grad_(True)
     else:
-        torch.manual_seed(options.seed)
+        torch.manual_seed(config.seed)
         # made on the CPU, so that a seed means the same weights everywhere
-        drafter = Drafter(config)
-    trainer, loss_of = _start(target, drafter.to(target.device), options)
-    examples = [answer.example(options.max_length) for answer in answers.values()]
-    held_out, examples = examples[: options.held_out], examples[options.held_out :]
+        drafter = Drafter(drafter_config)
+    trainer, loss_of = _start(target, drafter.to(target.device), config)
+    examples = [answer.example(config.max_length) for answer in answers.values()]
+    held_out, examples = examples[: config.held_out], examples[config.held_out :]
     multiple = GPU_MULTIPLE if target.device.type == "cuda" else 1
     batches = Batches(
         # an answer of one token has no draft to learn
         [e for e in examples if sum(e.answer_mask) > 1],
-        tokens_per_batch=options.tokens_per_batch,
+        tokens_per_batch=config.tokens_per_batch,
         pad_id=pad_id,
-        seed=options.seed,
+        seed=config.seed,
         multiple=multiple,
     )
     watch = _Watch(
-        out=options.out,
+        out=config.out,
         batches=batches,
         loss_of=loss_of,
-        held_out=_in_batches(held_out, options.tokens_per_batch, pad_id, multiple),
-        checkpoint_every=options.checkpoint_every * 60,
-        pause_after=options.pause_after * 60 if options.pause_after else None,
-        seed=options.seed,
+        held_out=_in_batches(held_out, config.tokens_per_batch, pad_id, multiple),
+        checkpoint_every=config.checkpoint_every * 60,
+        pause_after=config.pause_after * 60 if config.pause_after else None,
+        seed=config.seed,
         stop=stop,
     )
     watch.resume(trainer)
@@ -84,35 +84,42 @@ def train_drafter(
 
 
 def _start(
-    target: PreTrainedModel, drafter: Drafter, options: argparse.Namespace
+    target: PreTrainedModel, drafter: Drafter, config: TrainConfig
 ) -> tuple[Trainer, DrafterLoss]:
     schedule = Schedule(
-        steps=options.steps,
-        seconds=options.minutes * 60 if options.minutes else None,
-        learning_rate=options.learning_rate,
+        steps=config.steps,
+        seconds=config.minutes * 60 if config.minutes else None,
+        learning_rate=config.learning_rate,
     )
-    blocks = max(1, options.anchors * options.tokens_per_batch // options.max_length)
-    attention = options.attention
+    blocks = max(1, config.anchors * config.tokens_per_batch // config.max_length)
+    attention = config.attention
     if attention == "auto":
         attention = choose_attention(
             target.device,
-            tokens_per_batch=options.tokens_per_batch,
+            tokens_per_batch=config.tokens_per_batch,
             blocks=blocks,
             block_size=drafter.config.block_size,
-            max_length=options.max_length,
+            max_length=config.max_length,
         )
     loss_of = DrafterLoss(
         target=target,
         drafter=drafter,
-        generator=torch.Generator().manual_seed(options.seed),
+        generator=torch.Generator().manual_seed(config.seed),
         blocks=blocks,
-        soft=options.labels == "soft",
-        weigh=dpace_weights() if options.loss == "dpace" else decay_weights(options.gamma),
-        chunk=options.chunk_rows,
+        soft=config.labels == "soft",
+        weigh=_slot_weights(config),
+        chunk=config.chunk_rows,
         attention=attention,
     )
-    trainer = Trainer(module=drafter, schedule=schedule, optimizer=options.optimizer)
+    trainer = Trainer(module=drafter, schedule=schedule, optimizer=config.optimizer)
     return trainer, loss_of
+
+
+def _slot_weights(config: TrainConfig) -> Weighting:
+    if config.loss == "dpace":
+        return dpace_weights()
+    assert config.gamma is not None, config
+    return decay_weights(config.gamma)
 
 
 def _in_batches(
@@ -213,7 +220,7 @@ class _Watch:
         partial = self.out / "checkpoint.partial"
         torch.save(state, partial)
         partial.replace(self.out / "checkpoint.pt")
-        trainer.module.save_pretrained(self.out / "drafter")
+        self.loss_of.drafter.save_pretrained(self.out / "drafter")
         scores = {
             "step": trainer.step,
             "seconds": trainer.seconds,

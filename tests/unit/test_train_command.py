@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,19 +33,19 @@ from sglang_dflash.train.answers import (
     make_questions,
     read_answers,
 )
+from sglang_dflash.train.arguments import (
+    add_train_options,
+    make_config,
+    read_invocation,
+    read_temperatures,
+)
 from sglang_dflash.train.batches import Batches, make_example
 from sglang_dflash.train.blocks import choose_attention
+from sglang_dflash.train.config import TrainConfig, default_gamma
 from sglang_dflash.train.drafter_setup import (
     choose_mask_token,
     make_drafter_config,
     spread_layer_ids,
-)
-from sglang_dflash.train.options import (
-    FIXED,
-    add_train_options,
-    default_gamma,
-    read_temperatures,
-    settle_defaults,
 )
 from sglang_dflash.train.prompts import read_prompts
 
@@ -504,17 +505,21 @@ def test_too_few_prompts_are_refused_before_any_is_answered(
     assert len(read_answers(answer_files(tmp_path))) == 13
 
 
-def parse(*arguments: str) -> argparse.Namespace:
+def configure(
+    *arguments: str, device: str, before: dict[str, Any] | None = None
+) -> tuple[TrainConfig, str]:
+    """The config of a command line, and the defaults chosen for the device."""
     parser = argparse.ArgumentParser()
     add_train_options(parser)
-    return parser.parse_args(["--model-path", "m", "--out", "o", *arguments])
+    options = parser.parse_args(["--model-path", "m", "--out", "o", *arguments])
+    invocation = read_invocation(options, arguments)
+    return make_config(options, invocation=invocation, device=device, before=before or {})
 
 
 def test_what_was_not_set_is_small_on_a_cpu():
     """If this broke, a first try on a CPU would take hours, or a GPU be trained with little."""
-    cpu, gpu = parse("--held-out", "3"), parse("--held-out", "3")
-    flags = settle_defaults(cpu, "cpu", before={})
-    settle_defaults(gpu, "cuda", before={})
+    cpu, flags = configure("--held-out", "3", device="cpu")
+    gpu, _ = configure("--held-out", "3", device="cuda")
     assert (gpu.tokens_per_batch, gpu.anchors, gpu.max_length) == (32768, 96, 1024)
     assert (gpu.steps, gpu.optimizer, gpu.held_out) == (3000, "muon", 3)
     blocks = [o.anchors * o.tokens_per_batch // o.max_length for o in (cpu, gpu)]
@@ -525,17 +530,15 @@ def test_what_was_not_set_is_small_on_a_cpu():
 
 def test_a_continued_run_keeps_its_defaults_on_another_device():
     """If this broke, a run could only be continued where it began."""
-    gpu, cpu = parse(), parse("--minutes", "2", "--anchors", "7")
-    settle_defaults(gpu, "cuda", before={})
-    settle_defaults(cpu, "cpu", before={name: getattr(gpu, name) for name in FIXED})
+    gpu, _ = configure(device="cuda")
+    cpu, _ = configure("--minutes", "2", "--anchors", "7", device="cpu", before=gpu.settings())
     assert (cpu.tokens_per_batch, cpu.optimizer, cpu.held_out) == (32768, "muon", 64)
     assert (cpu.steps, cpu.anchors) == (None, 7)
 
 
 def test_a_long_sequence_that_was_asked_for_has_room_in_a_batch():
-    options = parse("--max-length", "5000")
-    settle_defaults(options, "cpu", before={})
-    assert options.tokens_per_batch == 5000
+    config, _ = configure("--max-length", "5000", device="cpu")
+    assert config.tokens_per_batch == 5000
 
 
 def test_a_target_without_chat_template_is_refused(tmp_path: Path, capsys):

@@ -1,54 +1,21 @@
-"""The arguments of `python -m sglang_dflash train`. Needs no torch."""
+"""The arguments of `python -m sglang_dflash train`, and the config they make. Needs no torch."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-# what decides the data or the weights: a run that continues another must agree in these
-FIXED = (
-    "model_path",
-    "init_from",
-    "layers",
-    "block_size",
-    "target_layer_ids",
-    "mask_token_id",
-    "sliding_window",
-    "max_length",
-    "thinking",
-    "held_out",
-    "tokens_per_batch",
-    "anchors",
-    "labels",
-    "loss",
-    "gamma",
-    "optimizer",
-    "seed",
+from sglang_dflash.train.config import (
+    BY_DEVICE,
+    DrafterShape,
+    Invocation,
+    TrainConfig,
+    check_config,
+    flag,
 )
-
-# a drafter's shape, and what it is unless asked for; None is chosen by the target
-SHAPE = {
-    "layers": 4,
-    "block_size": 16,
-    "target_layer_ids": None,
-    "mask_token_id": None,
-    "sliding_window": 0,
-}
-
-# what is chosen by the device unless asked for: on a GPU, and on a CPU, where the tiny target has a
-# first drafter in minutes
-BY_DEVICE = {
-    "max_new_tokens": (512, 128),
-    "max_length": (1024, 256),
-    "tokens_per_batch": (32768, 512),
-    "anchors": (96, 24),
-    "optimizer": ("muon", "adamw"),
-    "steps": (3000, 600),
-    "held_out": (64, 16),
-    "evaluate_prompts": (16, 8),
-    "evaluate_tokens": (256, 64),
-}
 
 
 def _default(name: str) -> str:
@@ -64,8 +31,8 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     add("--stop-after", choices=("answers", "train"), help="do not run the later stages")
     add("--evaluate-only", action="store_true", help="measure the drafter in --out again")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--seed", type=int, default=0)
-    add("--licence", default="not stated", help="for the model card")
+    add("--seed", type=int, default=TrainConfig.seed)
+    add("--licence", default=TrainConfig.licence, help="for the model card")
     _add_answers(parser.add_argument_group("the target's answers"))
     _add_drafter(parser.add_argument_group("the drafter"))
     _add_training(parser.add_argument_group("training"))
@@ -78,14 +45,30 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         "--prompts",
         type=Path,
         nargs="+",
-        default=[],
+        default=TrainConfig.prompts,
         help="JSONL with `prompt` or `messages` (up to the last user turn), or .txt, one a line",
     )
-    add("--answers", type=Path, nargs="+", help="answers of another run, instead of --prompts")
-    add("--engine", choices=("auto", "sglang", "transformers"), default="auto")
-    add("--attention-backend", default="triton", help="of the SGLang engine")
-    add("--engine-rows", type=int, default=512, help="prompts that the engine answers at once")
-    add("--answers-per-prompt", type=int, default=1, help="all but the first are sampled")
+    add(
+        "--answers",
+        type=Path,
+        nargs="+",
+        default=TrainConfig.answers,
+        help="answers of another run, instead of --prompts",
+    )
+    add("--engine", choices=("auto", "sglang", "transformers"), default=TrainConfig.engine)
+    add("--attention-backend", default=TrainConfig.attention_backend, help="of the SGLang engine")
+    add(
+        "--engine-rows",
+        type=int,
+        default=TrainConfig.engine_rows,
+        help="prompts that the engine answers at once",
+    )
+    add(
+        "--answers-per-prompt",
+        type=int,
+        default=TrainConfig.answers_per_prompt,
+        help="all but the first are sampled",
+    )
     add("--max-new-tokens", type=int, help=_default("max_new_tokens"))
     add(
         "--max-length",
@@ -108,7 +91,7 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
     add(
         "--thinking",
         choices=("on", "off", "default"),
-        default="default",
+        default=TrainConfig.thinking,
         help="enable_thinking of the chat template, as it will be served",
     )
 
@@ -116,8 +99,8 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
 def _add_drafter(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--init-from", help="a drafter to train further, a folder or name; it brings its shape")
-    add("--layers", type=int, help=f"default {SHAPE['layers']}")
-    add("--block-size", type=int, help=f"default {SHAPE['block_size']}")
+    add("--layers", type=int, help=f"default {DrafterShape.layers}")
+    add("--block-size", type=int, help=f"default {DrafterShape.block_size}")
     add(
         "--target-layer-ids",
         type=int,
@@ -142,7 +125,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     add("--steps", type=int, help=f"{_default('steps')}, without --minutes")
     add("--minutes", type=float, help="train for so long over all --resume; the nearer end counts")
     add("--pause-after", type=float, help="write a checkpoint and end after so many minutes")
-    add("--checkpoint-every", type=float, default=5.0, help="minutes")
+    add("--checkpoint-every", type=float, default=TrainConfig.checkpoint_every, help="minutes")
     add("--tokens-per-batch", type=int, help=f"padding included; {_default('tokens_per_batch')}")
     add(
         "--anchors",
@@ -154,22 +137,32 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         choices=("auto", "muon", "adamw"),
         help="auto: muon on a GPU, adamw on a CPU, where Muon's bf16 products may take seconds",
     )
-    add("--learning-rate", type=float, default=1e-3)
+    add("--learning-rate", type=float, default=TrainConfig.learning_rate)
     add(
         "--labels",
         choices=("soft", "hard"),
-        default="soft",
+        default=TrainConfig.labels,
         help="what the target predicts for each token, or only the token it said",
     )
     add(
         "--loss",
         choices=("decay", "dpace"),
-        default="dpace",
+        default=TrainConfig.loss,
         help="how the slots of a block are weighed",
     )
     add("--gamma", type=float, help="of --loss decay; default 7 for block 16, 5 for 10, 4 for 8")
-    add("--chunk-rows", type=int, default=4096, help="rows of logits in memory at once")
-    add("--attention", choices=("auto", "sdpa", "flex"), default="auto", help="of the blocks")
+    add(
+        "--chunk-rows",
+        type=int,
+        default=TrainConfig.chunk_rows,
+        help="rows of logits in memory at once",
+    )
+    add(
+        "--attention",
+        choices=("auto", "sdpa", "flex"),
+        default=TrainConfig.attention,
+        help="of the blocks",
+    )
 
 
 def _add_evaluation(group: argparse._ArgumentGroup) -> None:
@@ -219,83 +212,75 @@ def read_share(text: str) -> slice:
     return slice(first - 1, None, step)
 
 
-def default_gamma(block_size: int) -> float:
-    """Return the published decay for a block size: 7 for 16, 5 for 10, 4 for 8."""
-    return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, max(1.0, block_size * 7 / 16))
+def read_invocation(options: argparse.Namespace, command_line: Sequence[str]) -> Invocation:
+    return Invocation(
+        command_line=tuple(command_line),
+        out=options.out,
+        resume=options.resume,
+        evaluate_only=options.evaluate_only,
+    )
 
 
-def settle_defaults(options: argparse.Namespace, device: str, *, before: dict[str, Any]) -> str:
-    """Fill in what was left to the device, as the run `before` has it where this continues one;
-    return what was chosen here, as flags."""
-    if options.optimizer == "auto":
-        options.optimizer = None
-    chosen = {}
+def make_config(
+    options: argparse.Namespace,
+    *,
+    invocation: Invocation,
+    device: str,
+    before: Mapping[str, Any],
+) -> tuple[TrainConfig, str]:
+    """Return the checked config, and the defaults that were chosen for the device, as flags.
+
+    `before` has the settings of the run that this one continues: they come before the defaults.
+    """
+    values, chosen = _resolve_defaults(vars(options), device, before)
+    shape = _read_shape(options)
+    asked = {
+        field.name: values[field.name] for field in fields(TrainConfig) if field.name in values
+    }
+    made = {
+        "device": device,
+        "prompts": tuple(options.prompts),
+        "answers": tuple(options.answers),
+        "temperatures": read_temperatures(options.temperatures),
+        "share": read_share(options.share),
+        "shape": shape,
+    }
+    config = TrainConfig(**asked | made | asdict(invocation))
+    check_config(config)
+    return config, " ".join(f"{flag(name)} {value}" for name, value in chosen.items())
+
+
+def _resolve_defaults(
+    asked: Mapping[str, Any], device: str, before: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return all values with the device's defaults, and these defaults alone."""
+    values, chosen = dict(asked), dict[str, Any]()
+    if values["optimizer"] == "auto":
+        values["optimizer"] = None
     for name, (gpu, cpu) in BY_DEVICE.items():
-        if getattr(options, name) is not None or (name == "steps" and options.minutes):
+        if values[name] is not None or (name == "steps" and values["minutes"]):
             continue
         if name in before:
-            setattr(options, name, before[name])
+            values[name] = before[name]
             continue
-        value = gpu if device == "cuda" else cpu
+        values[name] = gpu if device == "cuda" else cpu
         if name == "tokens_per_batch":
-            # a longer sequence than usual, which was asked for, has room
-            value = max(value, options.max_length)
-        setattr(options, name, value)
-        chosen[name] = value
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in chosen.items())
+            # a long sequence that was asked for must fit
+            values[name] = max(values[name], values["max_length"])
+        chosen[name] = values[name]
+    return values, chosen
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """Refuse what can be refused before anything is loaded, and fill in what depends on others."""
-    _settle_shape(options)
-    if options.prompts and options.answers:
-        raise ValueError(
-            "Both --prompts and --answers were given. Answers bring their prompts: pass only one."
-        )
-    least = {
-        "layers": 1,
-        "block_size": 2,
-        "sliding_window": 0,
-        "answers_per_prompt": 1,
-        "max_new_tokens": 2,
-        "max_length": 16,
-        "anchors": 1,
-        "chunk_rows": 1,
-        "held_out": 1,
-        "evaluate_prompts": 1,
-        "evaluate_tokens": 2,
-        "engine_rows": 1,
-    }
-    for name, low in least.items():
-        # a shape that is still to come has been checked
-        if getattr(options, name) is not None and getattr(options, name) < low:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} is {getattr(options, name)}. Pass {low} or more.")
-    if options.tokens_per_batch < options.max_length:
-        raise ValueError(
-            f"--tokens-per-batch {options.tokens_per_batch} cannot hold one sequence of "
-            f"--max-length {options.max_length}. Raise the first or lower the second."
-        )
-    for name in ("steps", "minutes", "pause_after", "answer_minutes"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}. Pass more than 0.")
-    read_temperatures(options.temperatures)
-    read_share(options.share)
-    if options.gamma is not None and options.loss != "decay":
-        raise ValueError(
-            f"--gamma {options.gamma:g} was given, but --loss {options.loss} has no such setting. "
-            "Add --loss decay, or drop --gamma."
-        )
-
-
-def _settle_shape(options: argparse.Namespace) -> None:
-    given = [name for name in SHAPE if getattr(options, name) is not None]
-    if options.init_from and given:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ValueError(
-            f"With --init-from {options.init_from} the shape is that drafter's. Drop {flags}."
-        )
+def _read_shape(options: argparse.Namespace) -> DrafterShape | None:
+    names = [field.name for field in fields(DrafterShape)]
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
     if not options.init_from:
-        for name in SHAPE.keys() - set(given):
-            setattr(options, name, SHAPE[name])
+        if "target_layer_ids" in given:
+            given["target_layer_ids"] = tuple(given["target_layer_ids"])
+        return DrafterShape(**given)
+    if given:
+        raise ValueError(
+            f"With --init-from {options.init_from} the shape is that drafter's. "
+            f"Drop {', '.join(map(flag, given))}."
+        )
+    return None
