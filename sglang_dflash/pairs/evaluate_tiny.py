@@ -11,10 +11,14 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from sglang_dflash.pairs.tiny_corpus.corpus import draw_exchanges, sample_prompts
 from sglang_dflash.reference.generate import Generation, generate, generate_plain
@@ -54,7 +58,7 @@ def evaluate(
     target: PreTrainedModel,
     drafter: Drafter,
     *,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
     max_new_tokens: int = 512,
 ) -> Evaluation:
@@ -68,7 +72,9 @@ def evaluate(
         if drafted.token_ids != plain:
             differing.append(prompt)
         generations.append(drafted)
-        answers.append(tokenizer.decode(drafted.token_ids, skip_special_tokens=True))
+        answer = tokenizer.decode(drafted.token_ids, skip_special_tokens=True)
+        assert isinstance(answer, str), type(answer)
+        answers.append(answer)
     return Evaluation(list(prompts), answers, generations, differing)
 
 

@@ -11,12 +11,16 @@ import argparse
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from sglang_dflash.pairs.evaluate_tiny import evaluate
 from sglang_dflash.pairs.save import export_drafter, export_target, round_to_bfloat16
@@ -49,7 +53,7 @@ class Recipe:
     blocks: int = 64  # per step: 16 anchors in each of four short chats, 64 in one long chat
 
 
-def target_config(tokenizer: Any) -> LlamaConfig:
+def target_config(tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -69,7 +73,7 @@ def target_config(tokenizer: Any) -> LlamaConfig:
     )
 
 
-def drafter_config(tokenizer: Any) -> DrafterConfig:
+def drafter_config(tokenizer: PreTrainedTokenizerBase) -> DrafterConfig:
     return DrafterConfig(
         hidden_size=128,
         intermediate_size=384,
@@ -99,7 +103,7 @@ def target_loss(target: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def train_target(
-    recipe: Recipe, conversations: list[Conversation], *, tokenizer: Any
+    recipe: Recipe, conversations: list[Conversation], *, tokenizer: PreTrainedTokenizerBase
 ) -> LlamaForCausalLM:
     """Return a trained target whose weights are already rounded to bfloat16."""
     torch.manual_seed(recipe.seed)
@@ -123,7 +127,11 @@ def train_target(
 
 
 def train_drafter(
-    recipe: Recipe, conversations: list[Conversation], *, target: LlamaForCausalLM, tokenizer: Any
+    recipe: Recipe,
+    conversations: list[Conversation],
+    *,
+    target: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Drafter:
     """Return a trained drafter whose weights are already rounded to bfloat16."""
     torch.manual_seed(recipe.seed + 2)

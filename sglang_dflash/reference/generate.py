@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,13 +111,21 @@ def _context_rows(drafter: Drafter, features: Tensor, *, first: int) -> ContextK
     return drafter.context_kv(projected, positions)
 
 
-def _forward(target: PreTrainedModel, token_ids: Sequence[int], cache: DynamicCache):
-    return target(
+class TargetOutput(NamedTuple):
+    logits: Tensor  # [1, T, V]
+    hidden_states: tuple[Tensor, ...]  # each [1, T, H]; of the embedding, then of every layer
+
+
+def _forward(
+    target: PreTrainedModel, token_ids: Sequence[int], cache: DynamicCache
+) -> TargetOutput:
+    out = target(
         input_ids=torch.tensor([list(token_ids)], device=target.device),
         past_key_values=cache,
         use_cache=True,
         output_hidden_states=True,
     )
+    return TargetOutput(out.logits, out.hidden_states)
 
 
 @torch.no_grad()
@@ -214,9 +223,13 @@ def generate(
     """
     block_size = _check_block_size(drafter, block_size)
     prompt_len = len(input_ids)
-    by_block = isinstance(choose, BlockRule)
-    state = prefill(target, drafter, input_ids, choose.choose if by_block else choose)
-    drafts = choose if by_block else greedy
+    first: Choose
+    drafts: Choose | BlockRule
+    if isinstance(choose, BlockRule):
+        first, drafts = choose.choose, choose
+    else:
+        first, drafts = choose, greedy
+    state = prefill(target, drafter, input_ids, first)
     blocks, commit_lens = [], []
     kept = _keep(state.token_ids[prompt_len:], max_new_tokens, eos_token_ids)
     while kept is None:

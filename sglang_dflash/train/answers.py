@@ -16,9 +16,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Protocol, TypeVar, cast
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -27,6 +28,7 @@ from sglang_dflash.train.repeats import useful_length
 
 # prompts that a target in this process answers at once
 ROWS = 16
+Item = TypeVar("Item")
 # a new file is begun beyond this
 MAX_FILE_BYTES = 12 * 2**20
 
@@ -134,7 +136,7 @@ def answer_questions(
             bar.set_postfix_str(f"{tokens / (time.monotonic() - began):.0f} tokens/s")
 
 
-def watch(items: Sequence[Any], label: str) -> Iterable[Any]:
+def watch(items: Sequence[Item], label: str) -> Iterable[Item]:
     return tqdm(items, desc=label, unit=" prompts")
 
 
@@ -210,6 +212,14 @@ def ask_transformers(
     return ask
 
 
+class _Generates(Protocol):
+    """What transformers mixes into causal LMs, with the one return type that is asked for here."""
+
+    def generate(
+        self, inputs: Tensor, *, attention_mask: Tensor, generation_config: GenerationConfig
+    ) -> Tensor: ...
+
+
 @torch.no_grad()
 def _answer_batch(
     target: PreTrainedModel, questions: Sequence[Question], *, stop: list[int], pad_id: int
@@ -220,7 +230,7 @@ def _answer_batch(
     exists = [[0] * n + [1] * (longest - n) for n in pads]
     temperature = questions[0].temperature
     sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-    out = target.generate(
+    out = cast(_Generates, target).generate(
         torch.tensor(ids, device=target.device),
         attention_mask=torch.tensor(exists, device=target.device),
         generation_config=GenerationConfig(

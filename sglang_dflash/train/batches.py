@@ -6,10 +6,13 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -36,30 +39,39 @@ class Batch:
 
 
 def render(
-    tokenizer: Any, messages: list[dict[str, str]], *, ask: bool, thinking: bool | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    *,
+    ask: bool,
+    thinking: bool | None = None,
 ) -> str:
     """Return the chat as text; `ask` opens the assistant's next turn, `thinking` None leaves
     that switch to the template."""
     if not messages:
         return ""
-    switch = {} if thinking is None else {"enable_thinking": thinking}
-    return tokenizer.apply_chat_template(
+    switch: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+    text = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=ask, **switch
     )
+    assert isinstance(text, str), type(text)
+    return text
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
 def encode_prompt(
-    tokenizer: Any, messages: list[dict[str, str]], *, thinking: bool | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    *,
+    thinking: bool | None = None,
 ) -> list[int]:
     """Return the tokens a server would give the model for this chat."""
     return encode(tokenizer, render(tokenizer, messages, ask=True, thinking=thinking))
 
 
-def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> Example:
+def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> Example:
     """Return the whole chat with every assistant answer marked."""
     ids: list[int] = []
     mask: list[bool] = []

@@ -53,6 +53,17 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     )
 
 
+def linear_head(target: PreTrainedModel) -> nn.Linear:
+    """Return the target's LM head."""
+    head = target.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ValueError(
+            f"The LM head of {type(target).__name__} is a {type(head).__name__}, and a drafter is "
+            "trained with a linear one. Load the target without quantization."
+        )
+    return head
+
+
 class TargetPass(NamedTuple):
     features: Tensor  # [b, S, K * H]
     hidden: Tensor  # [b, S, H]; what the head reads

@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from sglang_dflash.reference.model import FULL, SLIDING, DrafterConfig
 
 FEATURE_LAYERS = 5
 
 
-def load_target_parts(model_path: str) -> tuple[PretrainedConfig, Any, tuple[int, ...]]:
+def load_target_parts(
+    model_path: str,
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, tuple[int, ...]]:
     """Return the target's text config, its tokenizer, and the tokens that end an answer."""
     try:
         config = AutoConfig.from_pretrained(model_path).get_text_config()
@@ -81,7 +88,7 @@ def spread_layer_ids(count: int, features: int = FEATURE_LAYERS) -> tuple[int, .
     return tuple(sorted(ids))
 
 
-def choose_mask_token(config: PretrainedConfig, tokenizer: Any) -> int:
+def choose_mask_token(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the tokenizer's mask token; else the first embedding row that no token uses; else
     the last special token that the chat template does not name."""
     if tokenizer.mask_token_id is not None:
@@ -118,7 +125,7 @@ def _layer_types(layers: int, sliding_window: int) -> tuple[str, ...]:
 
 def make_drafter_config(
     config: PretrainedConfig,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     layers: int,
     block_size: int,

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from sglang_dflash.reference.model import Drafter
 from sglang_dflash.train.anchors import Anchors, Labels, make_labels, sample_anchors
 from sglang_dflash.train.batches import Batch
-from sglang_dflash.train.blocks import TargetPass, run_blocks, run_target
+from sglang_dflash.train.blocks import TargetPass, linear_head, run_blocks, run_target
 
 # (surprise [b, N, B - 1], exist [b, N, B - 1] bool) -> weights [b, N, B - 1]
 Weighting = Callable[[Tensor, Tensor], Tensor]
@@ -55,7 +55,7 @@ def row_losses(
     labels: Tensor,  # [n] int64
     *,
     taught: Tensor | None = None,  # [n, H]; the target's own hidden states at these rows
-    head: nn.Module,
+    head: nn.Linear,
     logit_cap: float = 0.0,
     chunk: int,
 ) -> RowLosses:
@@ -75,7 +75,7 @@ class _RowLosses(torch.autograd.Function):
         hidden: Tensor,
         labels: Tensor,
         taught: Tensor | None,
-        head: nn.Module,
+        head: nn.Linear,
         cap: float,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,7 @@ class _RowLosses(torch.autograd.Function):
         return gradients * weights[:, None], None, None, None, None, None
 
 
-def _logits(head: nn.Module, hidden: Tensor, cap: float) -> Tensor:
+def _logits(head: nn.Linear, hidden: Tensor, cap: float) -> Tensor:
     logits = F.linear(hidden.to(head.weight.dtype), head.weight, head.bias).float()
     return torch.tanh(logits / cap) * cap if cap else logits
 
@@ -146,7 +146,7 @@ class DrafterLoss:
             hidden.flatten(0, 2).index_select(0, rows),
             labels.token_ids.to(device).flatten()[rows],
             taught=seen.hidden.flatten(0, 1)[before.to(device)] if self.soft else None,
-            head=self.target.get_output_embeddings(),
+            head=linear_head(self.target),
             logit_cap=getattr(config, "final_logit_softcapping", None) or 0.0,
             chunk=self.chunk,
         )
@@ -182,7 +182,7 @@ class DrafterLoss:
     def acceptance(self, batch: Batch) -> tuple[int, int]:
         """Return (tokens, blocks): what the drawn blocks would commit if verified by the text."""
         anchors, labels = self.draw(batch)
-        head = self.target.get_output_embeddings()
+        head = linear_head(self.target)
         hidden = self.hidden(batch, anchors, self.run_target(batch).features).flatten(0, 2)
         drafts = [head(part.to(head.weight.dtype)).argmax(-1) for part in hidden.split(self.chunk)]
         right = torch.cat(drafts).cpu().view_as(labels.token_ids) == labels.token_ids

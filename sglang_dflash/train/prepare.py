@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from sglang_dflash.reference.model import DrafterConfig
 from sglang_dflash.train.answers import answer_files
@@ -34,7 +34,7 @@ class Run:
     config: TrainConfig
     drafter: DrafterConfig
     begin_with: Path | None  # a drafter to train further
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     stop: tuple[int, ...]
 
     @property

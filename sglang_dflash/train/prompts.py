@@ -13,9 +13,12 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_dflash.train.batches import encode_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # fewer tokens than this are no answer to learn from
 _ROOM = 16
@@ -46,7 +49,11 @@ def sha256(path: Path) -> str:
 
 
 def read_prompts(
-    paths: Sequence[Path], *, tokenizer: Any, thinking: bool | None, max_length: int
+    paths: Sequence[Path],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    thinking: bool | None,
+    max_length: int,
 ) -> Prompts:
     """Return every distinct prompt that leaves room for an answer."""
     check_template(tokenizer, thinking)
@@ -76,7 +83,7 @@ def read_prompts(
     return Prompts(dict(sorted(found.items())), files, too_long, repeated)
 
 
-def check_template(tokenizer: Any, thinking: bool | None) -> None:
+def check_template(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> None:
     """Refuse a tokenizer that cannot render chats as they will be served."""
     template = tokenizer.chat_template
     if not template:
