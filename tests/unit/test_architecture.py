@@ -142,5 +142,13 @@ def test_modules_are_imported_by_name(path: Path) -> None:
     assert "sys.path" not in {ast.unparse(n) for n in nodes if isinstance(n, ast.Attribute)}
 
 
+def test_only_the_start_of_a_training_run_sees_its_arguments() -> None:
+    """A Namespace that travels further has no types and is changed on the way."""
+    train = sorted((PACKAGE / "train").glob("*.py"))
+    users = {path.stem for path in train if "argparse" in imports_of(path)}
+    # docstrings is a program of its own
+    assert users == {"arguments", "command", "docstrings", "prepare"}
+
+
 def test_the_table_names_only_parts_that_exist() -> None:
     assert set(ALLOWED) <= {part_of(parts(path)) for path in SOURCES}
