@@ -1,4 +1,4 @@
-"""Model pairs that travel with the package: a tiny one whole, and the drafter of a real model."""
+"""Models shipped with the package: the tiny pair, and a drafter for SmolLM2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tiny_drafter() -> Path:
 
 
 def smollm2_drafter() -> Path:
-    """Return the folder of the drafter trained for the target that `pairs.smollm2` makes."""
+    """Return the folder of the drafter for the target of `pairs.smollm2`."""
     return _folder("smollm2_dflash")
 
 

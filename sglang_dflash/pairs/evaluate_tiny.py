@@ -32,7 +32,7 @@ class Evaluation:
     prompts: list[str]
     answers: list[str]
     generations: list[Generation]
-    differing: list[str]  # prompts whose tokens are not those of plain greedy decoding
+    differing: list[str]  # prompts whose answer differs from plain greedy decoding
 
     @property
     def accept_length(self) -> float:
@@ -79,7 +79,7 @@ def evaluate(
 
 
 def template_answers(prompts: Sequence[str], *, seed: int) -> dict[str, str]:
-    """Return what the grammar itself answers to prompts that `sample_prompts` drew with `seed`."""
+    """Return the templates' own answers to prompts that `sample_prompts` drew with `seed`."""
     wanted = set(prompts)
     found: dict[str, str] = {}
     for exchange in draw_exchanges(seed=seed, split="held_out"):

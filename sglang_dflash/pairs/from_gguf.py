@@ -2,8 +2,8 @@
 
     python -m sglang_dflash.pairs.from_gguf FILE.gguf --out DIR
 
-Llama and Qwen2 models with a byte-level BPE. Quantised weights are unpacked to bfloat16: the
-result is the quantised model and not the original, and a drafter fits the one it was trained for.
+Llama and Qwen2 models with a byte-level BPE. Quantised weights are dequantised to bfloat16: the
+result is the quantised model, not the original, and needs a drafter trained for it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tokenizers.normalizers import Normalizer
+    from tokenizers.pre_tokenizers import PreTokenizer
     from torch import Tensor
+
+    Splitter = tuple[Normalizer | None, PreTokenizer]
 
 
 @dataclass(frozen=True)
 class Family:
     architecture: str
-    # GGUF keeps the two halves of a query or key head interleaved; transformers keeps them apart
+    # rope layout of GGUF's q and k heads: interleaved pairs; transformers has two halves
     interleaved: bool
 
 
@@ -34,7 +38,7 @@ FAMILIES = {
     "llama": Family("LlamaForCausalLM", interleaved=True),
     "qwen2": Family("Qwen2ForCausalLM", interleaved=False),
 }
-# names inside a layer: GGUF -> transformers
+# modules of a layer: GGUF name -> transformers name
 LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -51,19 +55,19 @@ OUTSIDE = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-# GGUF's kinds of tokens beside those of text
+# GGUF token types other than normal ones
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
-# contractions, words, single digits, signs, line ends, spaces
+# contractions, words, single digits, punctuation, line ends, spaces
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# of two copies of one matrix, quantised differently, the cosine is above
+# cosine above which two matrices are one, quantised twice (tied embeddings)
 SAME_MATRIX = 0.98
 
 
 def make_folder(gguf: Path, folder: Path) -> None:
-    """Convert into `folder`, which is there when it is complete and not before."""
+    """Convert into `folder`, which appears atomically when it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as work:
         made = Path(work) / "made"
@@ -75,7 +79,7 @@ def make_folder(gguf: Path, folder: Path) -> None:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write config, tokenizer and bfloat16 weights. Raise ValueError for what is not known."""
+    """Write config, tokenizer and bfloat16 weights. Raise ValueError for unsupported models."""
     from gguf import GGUFReader
 
     try:
@@ -131,7 +135,7 @@ def target_config(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
-    """Write the byte-level BPE; how text is split first GGUF says only by a name."""
+    """Write the byte-level BPE. GGUF gives the pre-tokenizer only by name, see SPLITTERS."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
@@ -163,14 +167,14 @@ def write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
     )
 
 
-def _split_smollm() -> tuple[Any, Any]:
+def _split_smollm() -> Splitter:
     from tokenizers import pre_tokenizers as split
 
     digits = split.Digits(individual_digits=True)
     return None, split.Sequence([digits, split.ByteLevel(add_prefix_space=False)])
 
 
-def _split_qwen2() -> tuple[Any, Any]:
+def _split_qwen2() -> Splitter:
     from tokenizers import Regex, normalizers
     from tokenizers import pre_tokenizers as split
 
@@ -179,15 +183,15 @@ def _split_qwen2() -> tuple[Any, Any]:
     return normalizers.NFC(), split.Sequence([words, bytes_only])
 
 
-# by the name that GGUF has for it -> (normalizer, pre-tokenizer)
-SPLITTERS: dict[str, Callable[[], tuple[Any, Any]]] = {
+# tokenizer.ggml.pre -> (normalizer, pre-tokenizer)
+SPLITTERS: dict[str, Callable[[], Splitter]] = {
     "smollm": _split_smollm,
     "qwen2": _split_qwen2,
 }
 
 
 def read_weights(tensors: list[Any], family: Family, config: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the weights by their names in transformers, without a head that is the embedding."""
+    """Return the weights under their transformers names, without a tied LM head."""
     import torch
     from gguf.quants import dequantize
 
@@ -201,7 +205,7 @@ def read_weights(tensors: list[Any], family: Family, config: dict[str, Any]) -> 
         weights[name] = value.to(torch.bfloat16).contiguous()
     head, embedding = weights.get("lm_head.weight"), weights["model.embed_tokens.weight"]
     if head is not None and same_matrix(head, embedding):
-        # stored twice, the head less coarsely
+        # tied, but stored twice: the head is quantised with more bits
         weights["model.embed_tokens.weight"] = weights.pop("lm_head.weight")
     return weights
 
@@ -215,7 +219,7 @@ def same_matrix(one: Tensor, two: Tensor) -> bool:
 
 
 def target_name(name: str) -> tuple[str, str]:
-    """Return the name in transformers, and the part that decides the layout."""
+    """Return the transformers name, and the GGUF module name."""
     *parts, last = name.split(".")
     try:
         if parts[0] == "blk":

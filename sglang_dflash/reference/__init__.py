@@ -1,4 +1,4 @@
-"""DFlash on plain torch and transformers: the oracle, sharing no code with what it judges."""
+"""DFlash in plain torch and transformers: the oracle, which shares no code with the server."""
 
 from sglang_dflash.reference.generate import Generation, generate, generate_plain
 from sglang_dflash.reference.model import Drafter, DrafterConfig

@@ -1,10 +1,10 @@
 """DFlash decoding of one sequence over any transformers causal LM: the end-to-end oracle.
 
-Greedy, or by any rule that chooses a token from one row of logits: with sample-and-walk the target
-chooses at every row as it would alone, and the walk follows the draft while it agrees. Or by a
-block rule, which draws the drafts and keeps more of them.
+Verification by exact match: the target chooses a token from the logits of every row, greedily or by
+sampling, and drafts are accepted up to the first mismatch. Or by block verification (`BlockRule`):
+rejection sampling of drafts that were sampled from the drafter, which accepts more of them.
 
-Every drafted block is kept, so another implementation can be compared block for block and not
+Every drafted block is recorded, so another implementation can be compared block by block and not
 only by its text.
 """
 
@@ -37,20 +37,20 @@ class Block:
 
 @dataclass(frozen=True)
 class Generation:
-    token_ids: list[int]  # what was generated, without the prompt, with the end token if met
+    token_ids: list[int]  # generated tokens, without the prompt, including an end token
     blocks: list[Block]  # one per verify step
-    commit_lens: list[int]  # as verified; the last may run past what token_ids keeps
+    commit_lens: list[int]  # as verified; the last may exceed the tokens kept in token_ids
 
     @property
     def accept_length(self) -> float:
-        """Tokens kept per verify step; the token that came from the prompt is not counted."""
+        """Tokens kept per verify step; the token of the prefill is not counted."""
         return (len(self.token_ids) - 1) / max(len(self.blocks), 1)
 
 
 @dataclass
 class Decoding:
-    """One sequence in flight. `token_ids[:start]` have target KV and draft KV; the anchor at
-    `start` is committed but has been through neither model yet."""
+    """One running sequence. `token_ids[:start]` have target KV and draft KV; the anchor at `start`
+    is committed, but neither model has seen it yet."""
 
     token_ids: list[int]  # prompt and committed tokens
     cache: DynamicCache
@@ -62,7 +62,7 @@ class Decoding:
 
 
 def check_layer_ids(target: PreTrainedModel, layer_ids: Sequence[int]) -> None:
-    """Refuse a layer whose plain output transformers does not return."""
+    """Refuse a layer whose output before the final norm transformers does not return."""
     count = target.config.get_text_config().num_hidden_layers
     bad = [i for i in layer_ids if not 0 <= i < count - 1]
     if bad:
@@ -99,7 +99,7 @@ def capture_features(
 def recompute_context(
     target: PreTrainedModel, drafter: Drafter, token_ids: Sequence[int]
 ) -> ContextKV:
-    """Return the draft KV of `token_ids` from scratch: what any incremental writer must equal."""
+    """Return the draft KV of `token_ids` from scratch; incremental updates must equal it."""
     input_ids = torch.tensor([list(token_ids)], device=target.device)
     features = capture_features(target, input_ids, drafter.config.target_layer_ids)
     return _context_rows(drafter, features, first=0)
@@ -134,7 +134,7 @@ def prefill(
 ) -> Decoding:
     """Run the prompt and commit the first token."""
     check_layer_ids(target, drafter.config.target_layer_ids)
-    # no config: every layer keeps all its tokens, so rejected ones can be cropped away
+    # no config: every layer caches all tokens, so that rejected ones can be cropped
     cache = DynamicCache()
     out = _forward(target, input_ids, cache)
     features = join_features(out.hidden_states, drafter.config.target_layer_ids)
@@ -156,7 +156,7 @@ def draft_block(
     anchor = state.token_ids[-1]
     ids = torch.tensor([[anchor] + [config.mask_token_id] * (block_size - 1)], device=target.device)
     positions = state.start + torch.arange(block_size, device=target.device)[None]
-    # the target's own module, because some targets scale their embeddings inside it
+    # the module, not its weight: some targets scale embeddings in its forward
     embeddings = target.get_input_embeddings()(ids).to(drafter.fc.weight.dtype)
     hidden = drafter(embeddings, positions, context=state.context)
     head = target.get_output_embeddings()
@@ -216,8 +216,8 @@ def generate(
     block_size: int | None = None,
     choose: Choose | BlockRule = greedy,
 ) -> Generation:
-    """Decode with DFlash: the same tokens as `generate_plain`, in fewer target passes; by a block
-    rule, tokens of the same distribution.
+    """Decode with DFlash: the same tokens as `generate_plain` in fewer target passes or, with a
+    `BlockRule`, samples of the same distribution.
 
     `block_size` None means the one the drafter was trained with.
     """
@@ -255,7 +255,7 @@ def _check_block_size(drafter: Drafter, block_size: int | None) -> int:
 def _keep(
     generated: list[int], max_new_tokens: int, eos_token_ids: Collection[int]
 ) -> list[int] | None:
-    """Return the final tokens once the sequence is over, None while it is not."""
+    """Return the final tokens of a finished sequence, None for an unfinished one."""
     ends = [i for i, token in enumerate(generated) if token in eos_token_ids]
     if ends and ends[0] < max_new_tokens:
         return generated[: ends[0] + 1]
@@ -271,7 +271,7 @@ def generate_plain(
     eos_token_ids: Collection[int] = (),
     choose: Choose = greedy,
 ) -> list[int]:
-    """Decode one token a step, without a drafter."""
+    """Decode autoregressively, without a drafter."""
     cache = DynamicCache()
     generated: list[int] = []
     step = list(input_ids)

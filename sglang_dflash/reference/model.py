@@ -1,8 +1,8 @@
 """The drafter in plain torch: the oracle every faster implementation is judged against.
 
-It shares no code with the rest of the package on purpose, only the list of what is understood of a
-drafter's config. Clarity beats speed: masks are explicit boolean tensors, nothing is fused, and the
-same layers serve inference and training.
+It deliberately shares no code with the rest of the package except the list of supported config
+keys. Clarity beats speed: masks are explicit boolean tensors, nothing is fused, and inference and
+training use the same layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
-    """What a drafter folder's config.json says, checked."""
+    """The checked content of a drafter's config.json."""
 
     hidden_size: int
     intermediate_size: int
@@ -202,7 +202,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def key_value(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return k (normed, roped) and v of `x`: the same rule for context and block rows."""
+        """Return k (normed, roped) and v of `x`, for context and block rows alike."""
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         return rotate(k, positions, theta=self.theta), v
@@ -214,7 +214,7 @@ class Attention(nn.Module):
         *,
         context_k: Tensor,  # [b, T, kv_heads, head_dim]
         context_v: Tensor,  # [b, T, kv_heads, head_dim]
-        mask: Tensor,  # [b, Q, T + Q] bool, True where the query sees the key
+        mask: Tensor,  # [b, Q, T + Q] bool, True where the query attends to the key
     ) -> Tensor:
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
         q = rotate(q, positions, theta=self.theta)
@@ -266,15 +266,15 @@ class Layers(nn.ModuleList):
 def block_mask(
     positions: Tensor,  # [b, N, B] int64, column 0 is the anchor's position
     *,
-    context_lens: Tensor,  # [b] int64, rows of the context that exist
+    context_lens: Tensor,  # [b] int64, valid context rows
     context_size: int,
     window: int | None,
 ) -> Tensor:
-    """Return who sees whom, [b, N*B, context_size + N*B] bool, for N independent blocks.
+    """Return the attention mask of N independent blocks, [b, N*B, context_size + N*B] bool.
 
-    A query sees context strictly before its block's anchor (the anchor's own feature does not
-    exist yet) and the keys of its own block. `window` None: the whole block. Otherwise the layer
-    is sliding: only keys at positions p - window < key <= p, so it is causal in the block as well.
+    A query attends to the context strictly before its block's anchor (the anchor has no feature
+    yet) and to its own block. `window` None: to the whole block. With a sliding window: to
+    positions p - window < key <= p, which makes the block causal.
     """
     b, blocks, size = positions.shape
     query = positions.flatten(1)[:, :, None]
@@ -324,7 +324,7 @@ class Drafter(nn.Module):
         positions: Tensor,  # [b, B] int64
         *,
         context: ContextKV,
-        context_lens: Tensor | None = None,  # [b] int64; absent: every context row exists
+        context_lens: Tensor | None = None,  # [b] int64; None: all context rows are valid
     ) -> Tensor:
         """Return the normed hidden state of one block per row, [b, B, H]."""
         if context_lens is None:

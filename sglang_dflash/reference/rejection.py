@@ -1,7 +1,7 @@
-"""Sampling with drafts that are drawn from the drafter, and kept or dropped by the block.
+"""Block verification: rejection sampling that accepts or rejects a block's drafts jointly.
 
-One sequence at a time and by the definition: Sun et al., Block Verification Accelerates
-Speculative Decoding (2024), algorithm 2.
+One sequence at a time, written after the definition: Sun et al., Block Verification Accelerates
+Speculative Decoding (2024), algorithm 2. p is the target's distribution, q the drafter's.
 """
 
 from __future__ import annotations
@@ -13,43 +13,45 @@ from torch import Tensor
 
 
 class BlockRule:
-    """Draws drafts at a temperature, and decides what the target commits of them."""
+    """Samples drafts from q at a temperature, and verifies them against p."""
 
     def __init__(self, temperature: float, *, seed: int) -> None:
         self._temperature = temperature
         self._generator = torch.Generator().manual_seed(seed)
-        self._drafted = torch.empty(0)  # [B - 1, V] the distributions of the last drafts
+        self._q = torch.empty(0)  # [B - 1, V] the distributions of the last drafts
 
     def choose(self, logits: Tensor, _before: Sequence[int]) -> int:
-        """Draw one token from its logits [V]."""
+        """Sample one token from its logits [V]."""
         return self._draw(self._distribution(logits))
 
     def draft(self, logits: Tensor) -> list[int]:
-        """Draw a token from every row of logits [B - 1, V]."""
-        self._drafted = self._distribution(logits)
-        return [self._draw(row) for row in self._drafted]
+        """Sample a token from every row of logits [B - 1, V]."""
+        self._q = self._distribution(logits)
+        return [self._draw(row) for row in self._q]
 
     def commit(self, logits: Tensor, drafts: Sequence[int]) -> list[int]:
-        """Return the drafts to keep, and the token after them, from the target's logits [B, V]."""
-        own = self._distribution(logits)
-        kept, left_behind, reached = 0, self._left(own[0], 0, 1.0), 1.0
+        """Return the accepted drafts and the next token, from the target's logits [B, V]."""
+        p = self._distribution(logits)
+        accepted, next_weights, prefix = 0, self._residual(p[0], 0, 1.0), 1.0
         for number, token in enumerate(drafts, start=1):
-            odds = float(own[number - 1, token] / self._drafted[number - 1, token])
-            reached = min(reached * odds, 1.0)
-            left = self._left(own[number], number, reached)
-            mass = float(left.sum())
-            chance = 1.0 if reached == 1 else mass / (mass + 1 - reached)
+            ratio = float(p[number - 1, token] / self._q[number - 1, token])
+            # joint acceptance of the drafts so far
+            prefix = min(prefix * ratio, 1.0)
+            residual = self._residual(p[number], number, prefix)
+            mass = float(residual.sum())
+            chance = 1.0 if prefix == 1 else mass / (mass + 1 - prefix)
             if float(torch.rand((), generator=self._generator)) < chance:
-                kept, left_behind = number, left
-        # nothing is left where both distributions are the same: there the next draft is kept too,
-        # but for rounding
-        return [*drafts[:kept], self._draw(left_behind if left_behind.any() else own[kept])]
+                accepted, next_weights = number, residual
+        # the residual is empty where p equals q; the next draft is then accepted too, unless
+        # rounding intervenes
+        weights = next_weights if next_weights.any() else p[accepted]
+        return [*drafts[:accepted], self._draw(weights)]
 
-    def _left(self, own: Tensor, number: int, reached: float) -> Tensor:
-        """Return what is left of the target's distribution [V] behind so many drafts."""
-        if number == len(self._drafted):
-            return own * reached
-        return (own * reached - self._drafted[number]).clamp(min=0)
+    def _residual(self, p: Tensor, number: int, prefix: float) -> Tensor:
+        """Return the unnormalised residual distribution [V] after `number` accepted drafts."""
+        if number == len(self._q):
+            return p * prefix
+        return (p * prefix - self._q[number]).clamp(min=0)
 
     def _distribution(self, logits: Tensor) -> Tensor:
         return torch.softmax(logits.double().cpu() / self._temperature, dim=-1)

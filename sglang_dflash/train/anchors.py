@@ -11,7 +11,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Anchors:
     positions: Tensor  # [b, N] int64
-    exist: Tensor  # [b, N] bool; a short answer has fewer than N
+    exist: Tensor  # [b, N] bool; a short answer has fewer than N anchors
 
 
 def sample_anchors(
@@ -22,7 +22,7 @@ def sample_anchors(
 ) -> Anchors:
     """Draw up to `count` distinct anchors per row.
 
-    An anchor is an answer token whose next token is one too: it then has a first draft to learn.
+    An anchor is an answer token followed by another one, so its block has at least one label.
     """
     usable = answer_mask.clone()
     usable[:, :-1] &= answer_mask[:, 1:]
@@ -35,8 +35,8 @@ def sample_anchors(
 @dataclass(frozen=True)
 class Labels:
     token_ids: Tensor  # [b, N, B - 1] int64
-    before: Tensor  # [b, N, B - 1] int64; where the token before each stands
-    exist: Tensor  # [b, N, B - 1] bool; where there is something to learn
+    before: Tensor  # [b, N, B - 1] int64; position whose target logits predict the label
+    exist: Tensor  # [b, N, B - 1] bool; False past the end of the answer
 
 
 def make_labels(
@@ -46,13 +46,13 @@ def make_labels(
     *,
     block_size: int,
 ) -> Labels:
-    """Return what each slot should predict. A block ends where its answer ends."""
+    """Return the label of every drafted slot. A block ends where its answer ends."""
     size = token_ids.shape[1]
     steps = torch.arange(1, block_size, device=token_ids.device)
     slots = anchors.positions[:, :, None] + steps
     inside = slots < size
     flat = slots.clamp(max=size - 1).flatten(1)
     ids = token_ids.gather(1, flat).view_as(slots)
-    said = answer_mask.gather(1, flat).view_as(slots) & inside & anchors.exist[:, :, None]
-    # the first gap closes the block, even if another answer begins within its reach
-    return Labels(ids, (slots - 1).clamp(max=size - 1), said.long().cumprod(-1).bool())
+    in_answer = answer_mask.gather(1, flat).view_as(slots) & inside & anchors.exist[:, :, None]
+    # cumprod: no label after the first gap, even if another answer begins inside the block
+    return Labels(ids, (slots - 1).clamp(max=size - 1), in_answer.long().cumprod(-1).bool())

@@ -17,17 +17,17 @@ from sglang_dflash.train.config import TrainConfig
 from sglang_dflash.train.prepare import Run, load_target
 from sglang_dflash.train.prompts import Prompts, read_prompts, sha256
 
-# starts an engine for the target's answers; the caller knows one, because only it knows SGLang
+# starts an engine that generates answers; injected, because only glue may import SGLang
 Engine = Callable[..., AbstractContextManager[store.Ask]]
 
-# answers that an engine makes, and writes, together: what a call that is cut off loses
+# questions per call of an engine; written together, so an interrupted run loses at most these
 ENGINE_GROUP = 2048
-# questions from which batches of one temperature are made, each written when it is complete
+# questions that are sorted into batches of one temperature; each batch is written when complete
 TRANSFORMERS_GROUP = 64
 
 
 def collect_answers(run: Run, engine: Engine | None) -> dict[str, store.Answer]:
-    """Return the answers to train on, generating what is missing."""
+    """Return the answers to train on, generating the missing ones."""
     config = run.config
     commands: list[str] = []
     if config.answers:
@@ -39,7 +39,7 @@ def collect_answers(run: Run, engine: Engine | None) -> dict[str, store.Answer]:
         if config.prompts:
             files, made_by = generate_answers(run, engine, known=found)
             found = store.read_answers(store.answer_files(run.out))
-    # a share of the questions need not be enough
+    # with --share, one call's answers may be too few; they are joined later
     if len(found) <= config.held_out and config.stop_after != "answers":
         raise ValueError(
             f"{len(found)} answers were found and --held-out is {config.held_out}: nothing is "
@@ -50,8 +50,10 @@ def collect_answers(run: Run, engine: Engine | None) -> dict[str, store.Answer]:
 
 
 def _origin(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], str, list[str]]:
-    """Return the prompt files that answers of other runs go back to, what answered, and the
-    commands; the files of answers themselves where no finished run is beside them."""
+    """Return the provenance of other runs' answers: prompt files, engines, and commands.
+
+    Answer files without a run.json beside them stand for their own prompts.
+    """
     files: dict[str, dict[str, Any]] = {}
     engines, commands = set(), dict[str, None]()
     for path in paths:
@@ -67,7 +69,7 @@ def _origin(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], str, list[str]
 def generate_answers(
     run: Run, engine: Engine | None, *, known: dict[str, store.Answer]
 ) -> tuple[list[dict[str, Any]], str]:
-    """Answer the prompts that have no answer yet; return the files and what answered."""
+    """Answer the prompts that have no answer yet; return the prompt files and the engine used."""
     config = run.config
     prompts = read_prompts(
         config.prompts,
@@ -124,19 +126,19 @@ def generate_answers(
 def _missing_parts(
     questions: Sequence[store.Question], kind: str, known: dict[str, store.Answer]
 ) -> list[list[store.Question]]:
-    """Return what has no answer yet, in parts that are answered, and written, together."""
+    """Return the unanswered questions, in the parts that are generated and written together."""
     if kind == "transformers":
         parts = store.in_batches(questions, group=TRANSFORMERS_GROUP, rows=store.ROWS)
     else:
         parts = store.in_groups(questions, ENGINE_GROUP)
-    # cut before what is known is left out, so that an interrupted run has the same parts
+    # partition first, then drop answered questions: a resumed run has the same parts
     missing = [[q for q in part if q.key not in known] for part in parts]
     return [part for part in missing if part]
 
 
 def _check_held_out(config: TrainConfig, prompts: Prompts, known: dict[str, store.Answer]) -> None:
-    """Refuse, before any is answered, prompts that are too few to hold some out."""
-    # those of an earlier call count: their answers are trained on, too
+    """Refuse too few prompts for the held-out set, before any answer is generated."""
+    # prompts of earlier calls count, since their answers are trained on too
     count = len(prompts.token_ids.keys() | {key.partition(".")[0] for key in known})
     if count <= config.held_out:
         files = ", ".join(str(path) for path in config.prompts)
@@ -177,6 +179,6 @@ def _note_answers(
 
 
 def _temperatures(answers: Iterable[store.Answer]) -> str:
-    # as they are, not as this call's options would have them
+    # counted in the answers, which may come from runs with other temperatures
     counts = Counter(answer.temperature for answer in answers)
     return ", ".join(f"{t:g} ({counts[t]} answers)" for t in sorted(counts))

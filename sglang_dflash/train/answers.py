@@ -1,8 +1,7 @@
-"""The target's own answers: asking for them, and the files that keep them.
+"""The target's own answers: generating them, and the files that store them.
 
-A file is gzipped JSONL, one answer a line with the tokens exactly as they were generated. Answers
-that are made together are appended when they are complete, so that an interrupted run continues
-there.
+A file is gzipped JSONL, one answer per line with its token ids exactly as generated. Each group of
+answers is appended when it is complete, so an interrupted run resumes after the last group.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from sglang_dflash.train.batches import Example
 from sglang_dflash.train.repeats import useful_length
 
-# prompts that a target in this process answers at once
+# batch size of a target in this process
 ROWS = 16
 Item = TypeVar("Item")
-# a new file is begun beyond this
+# a file that is larger is not appended to
 MAX_FILE_BYTES = 12 * 2**20
 
 
@@ -50,7 +49,8 @@ class Answer:
     answer_ids: array[int]
 
     def example(self, max_length: int) -> Example:
-        """Return both as one training example, cut to `max_length`, an endless loop before."""
+        """Return prompt and answer as one training example: truncated to `max_length`, and before
+        that to a few rounds of a repetition loop."""
         answer = self.answer_ids
         if self.finish == "length":
             answer = answer[: useful_length(answer)]
@@ -59,7 +59,7 @@ class Answer:
         return Example(ids, bytearray(prompt) + bytearray([1]) * (len(ids) - prompt))
 
 
-# (questions) -> the tokens of each answer, its end token included
+# questions -> the token ids of each answer, including the end token
 Ask = Callable[[Sequence[Question]], list[list[int]]]
 
 
@@ -73,16 +73,17 @@ def make_questions(
     max_length: int,
     seed: int,
 ) -> list[Question]:
-    """Return `per_prompt` questions for each prompt; for the first `held_out` a greedy one.
+    """Return `per_prompt` questions for each prompt, but one greedy question for each of the first
+    `held_out`.
 
-    All prompts are asked once before any is asked again. Sorted by their keys, the answers are in
-    the order of the prompts.
+    All prompts are asked once before any is asked again. Sorted by key, the answers are in the
+    order of the prompts.
     """
-    warm = {t: share for t, share in temperatures.items() if t > 0} or temperatures
+    sampled = {t: share for t, share in temperatures.items() if t > 0} or temperatures
     found = []
     for n in range(per_prompt):
-        # a prompt has one greedy answer, so only its first question may be greedy
-        mix = warm if n else temperatures
+        # greedy answers to one prompt are all the same, so only the first question may be greedy
+        mix = sampled if n else temperatures
         for place, (key, ids) in enumerate(prompts.items()):
             if place < held_out and n:
                 continue
@@ -94,13 +95,13 @@ def make_questions(
 
 
 def in_groups(questions: Sequence[Question], size: int) -> list[list[Question]]:
-    """Return the questions in groups that are asked together, in their order."""
+    """Split the questions into consecutive groups of `size`."""
     return [list(questions[first : first + size]) for first in range(0, len(questions), size)]
 
 
 def in_batches(questions: Sequence[Question], *, group: int, rows: int) -> list[list[Question]]:
-    """Return batches of at most `rows` questions of one temperature and like length, taken from
-    one group of questions after the other."""
+    """Return batches of at most `rows` questions, bucketed by temperature and length within each
+    consecutive group of `group` questions."""
     found = []
     for part in in_groups(questions, group):
         for temperature in sorted({q.temperature for q in part}):
@@ -153,7 +154,7 @@ def append_answers(folder: Path, answers: Iterable[Answer]) -> None:
         row = asdict(answer)
         row |= {name: row[name].tolist() for name in ("prompt_ids", "answer_ids")}
         lines.append(json.dumps(row, separators=(",", ":")) + "\n")
-    # gzip files may be joined: each group is one of its own
+    # a gzip file may hold several members: each group is one
     with (folder / f"answers-{number:03d}.jsonl.gz").open("ab") as file:
         file.write(gzip.compress("".join(lines).encode()))
 
@@ -161,8 +162,8 @@ def append_answers(folder: Path, answers: Iterable[Answer]) -> None:
 def read_answers(paths: Iterable[Path], *, repair: bool = False) -> dict[str, Answer]:
     """Return the answers by key, in the order of the keys.
 
-    A group that was cut short gives what it holds; `repair` rewrites its file, so that further
-    groups can follow.
+    A truncated last group gives the answers that are readable; `repair` rewrites its file without
+    the damage, so that further groups can be appended.
     """
     found: dict[str, Answer] = {}
     for path in paths:
@@ -199,12 +200,12 @@ def _read_answer(line: str, path: Path) -> Answer:
 def ask_transformers(
     target: PreTrainedModel, *, stop: Collection[int], pad_id: int, seed: int, rows: int = ROWS
 ) -> Ask:
-    """Return a way to ask `target` in this process, `rows` prompts of one temperature at a time."""
+    """Return an `Ask` that runs `target` in this process, `rows` prompts per batch."""
 
     def ask(questions: Sequence[Question]) -> list[list[int]]:
         answers: dict[str, list[int]] = {}
         for part in in_batches(questions, group=len(questions), rows=rows):
-            # by the questions, so that an interrupted run draws the same
+            # seeded per batch, so that a resumed run samples the same answers
             torch.manual_seed(Random(f"{seed}-{part[0].key}").getrandbits(32))
             answers |= _answer_batch(target, part, stop=sorted(stop), pad_id=pad_id)
         return [answers[q.key] for q in questions]
@@ -213,7 +214,7 @@ def ask_transformers(
 
 
 class _Generates(Protocol):
-    """What transformers mixes into causal LMs, with the one return type that is asked for here."""
+    """The generation mixin of causal LMs, with the return type of this call."""
 
     def generate(
         self, inputs: Tensor, *, attention_mask: Tensor, generation_config: GenerationConfig

@@ -1,4 +1,4 @@
-"""From chats to padded batches: which tokens exist, and which ones an assistant said."""
+"""Chats as token ids, with a mask of the answer tokens, in padded batches bucketed by length."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Example:
-    """Packed, so that a million examples fit in memory."""
+    """One sequence, in compact arrays: a million examples fit in memory."""
 
     token_ids: array[int]
-    answer_mask: bytearray  # 1 on answers, their end token included
+    answer_mask: bytearray  # 1 on answer tokens, including the end token
 
 
 def make_example(token_ids: Sequence[int], answer_mask: Sequence[int]) -> Example:
@@ -45,8 +45,8 @@ def render(
     ask: bool,
     thinking: bool | None = None,
 ) -> str:
-    """Return the chat as text; `ask` opens the assistant's next turn, `thinking` None leaves
-    that switch to the template."""
+    """Return the chat as text. `ask` adds the generation prompt; `thinking` None leaves
+    enable_thinking to the template."""
     if not messages:
         return ""
     switch: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
@@ -72,7 +72,7 @@ def encode_prompt(
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> Example:
-    """Return the whole chat with every assistant answer marked."""
+    """Return the whole chat, with the assistant's answers in the mask."""
     ids: list[int] = []
     mask: list[bool] = []
     done = ""
@@ -106,9 +106,9 @@ def collate(examples: Sequence[Example], *, pad_id: int, multiple: int = 1) -> B
 
 
 class Batches(Iterator[Batch]):
-    """Shuffled batches for ever; examples of like length share one, to waste no padding.
+    """An endless stream of shuffled batches, bucketed by length to save padding.
 
-    The order depends on the seed and the epoch alone, so `seek` continues any other run's order.
+    The order depends only on the seed and the epoch, so `seek` resumes the order of another run.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Batches(Iterator[Batch]):
 
     def _group(self, rng: Random) -> list[list[int]]:
         sizes = [len(e.token_ids) for e in self.examples]
-        # the noise keeps neighbours in length from meeting in every epoch
+        # jitter the lengths, or the same examples would share a batch in every epoch
         noisy = [n * rng.uniform(0.9, 1.1) for n in sizes]
         lens = [round_up(n, self.multiple) for n in sizes]
         groups: list[list[int]] = [[]]

@@ -1,10 +1,10 @@
-"""Many blocks of one sequence through the drafter at once, fast enough to train with.
+"""The training forward pass: many blocks per sequence through the drafter at once.
 
-The arithmetic is that of the oracle (`Drafter.forward_anchors`), with its own modules; what
-differs is the attention and the target pass. Two kinds of attention:
+It computes the same as the oracle (`Drafter.forward_anchors`) with the oracle's modules; only the
+attention and the target's forward pass differ. Two attention implementations:
 
-- "sdpa" has a dense mask, [b, N*B, S + N*B]: no compilation, for a CPU and for moderate sizes;
-- "flex" has a sparse mask and skips what no query sees; compiled on a GPU, about half a minute.
+- "sdpa" with a dense mask, [b, N*B, S + N*B]: no compilation, for a CPU and for moderate sizes;
+- "flex" with a block-sparse mask that skips masked tiles: compiled on a GPU, about half a minute.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from sglang_dflash.train.batches import Batch
 # (q [b, heads, Q, d], k and v [b, heads, K, d]) -> [b, heads, Q, d]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# beyond this a dense mask costs more than the compilation of a sparse one
+# above this size a dense mask costs more than compiling flex attention
 DENSE_MASK_BYTES = 2**30
 
 
 def choose_attention(
     device: torch.device, *, tokens_per_batch: int, blocks: int, block_size: int, max_length: int
 ) -> str:
-    """Return the kind that suits a run: flex on a GPU when a batch's dense mask is over 1 GiB."""
+    """Return "flex" on a GPU if the dense mask of a batch would exceed 1 GiB, else "sdpa"."""
     rows = max(1, tokens_per_batch // max_length)
     queries = blocks // rows * block_size
     mask_bytes = 2 * rows * queries * (max_length + queries)
@@ -66,7 +66,7 @@ def linear_head(target: PreTrainedModel) -> nn.Linear:
 
 class TargetPass(NamedTuple):
     features: Tensor  # [b, S, K * H]
-    hidden: Tensor  # [b, S, H]; what the head reads
+    hidden: Tensor  # [b, S, H]; input of the LM head
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def run_target(
     token_ids: Tensor,  # [b, S] int64
     layer_ids: Sequence[int],
 ) -> TargetPass:
-    """Return the features and the final hidden state of every token; the head does not run."""
+    """Return features and final hidden states of every token, without running the LM head."""
     check_layer_ids(target, layer_ids)
     layers = decoder_layers(target)
     found: dict[int, Tensor] = {}
@@ -99,7 +99,7 @@ def run_target(
 def embed_blocks(
     target: PreTrainedModel, drafter: Drafter, batch: Batch, anchors: Tensor
 ) -> Tensor:
-    """Return [b, N, B, H]: each anchor's token, then masks, in the target's embedding."""
+    """Return the target's embeddings of each block, [b, N, B, H]: anchor, then mask tokens."""
     config = drafter.config
     ids = anchors.new_full((*anchors.shape, config.block_size), config.mask_token_id)
     ids[:, :, 0] = batch.token_ids.gather(1, anchors)
@@ -151,14 +151,14 @@ def run_blocks(
 
 
 def _autocast(x: Tensor) -> AbstractContextManager[object]:
-    # master weights stay fp32; on a CPU everything is fp32, as there in serving
+    # fp32 master weights; on a CPU all of it is fp32, as in serving
     return torch.autocast("cuda", torch.bfloat16) if x.is_cuda else nullcontext()
 
 
 def _dense(positions: Tensor, lens: Tensor, context_size: int, window: int | None) -> Attend:
     mask = block_mask(positions, context_lens=lens, context_size=context_size, window=window)
     mask = mask[:, None]
-    # cuDNN builds a plan for each new shape
+    # without cuDNN, which builds a plan for each new shape
     kernels = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def _sparse(positions: Tensor, lens: Tensor, context_size: int, window: int | No
     queries = flat.shape[1]
 
     def sees(b: Tensor, _head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        # clamped, because both branches are computed for every key
+        # clamped: both branches are evaluated for every key
         block_key = (kv - context_size).clamp(min=0)
         in_context = (kv < context_size) & (kv < anchors[b, q // size])
         in_block = (kv >= context_size) & (block_key // size == q // size)

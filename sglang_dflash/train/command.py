@@ -4,8 +4,8 @@
     train      OUT/checkpoint.pt, OUT/progress.jsonl, OUT/drafter/
     evaluate   OUT/scores.json, and the card in OUT/drafter/
 
-Every stage continues from what `--resume` finds in OUT. `--steps` makes a run exact: interrupted
-and resumed it gives the weights of an uninterrupted one, bit for bit on a CPU.
+With `--resume` every stage continues from the files in OUT. A run limited by `--steps` is
+reproducible: interrupted and resumed, it ends with the same weights, bit for bit on a CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run_train(
     engine: Engine | None = None,
     stop: Stop,
 ) -> int:
-    """Run the stages that are asked for and not yet done; return 2 for a refused request."""
+    """Run the stages that are asked for and not yet done; return 2 for invalid input."""
     transformers_logging.disable_progress_bar()
     try:
         run = prepare(options, invocation)

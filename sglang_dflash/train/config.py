@@ -136,7 +136,7 @@ class TrainConfig(Invocation):
         return THINKING[self.thinking]
 
     def settings(self) -> dict[str, Any]:
-        """Return the FIXED settings as JSON holds them; those of the shape are None without one."""
+        """Return the FIXED settings in JSON types; without a shape, its settings are None."""
         shape = asdict(self.shape) if self.shape else {}
         found = {name: getattr(self, name, shape.get(name)) for name in FIXED}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in found.items()}
@@ -152,7 +152,7 @@ def default_gamma(block_size: int) -> float:
 
 
 def check_config(config: TrainConfig) -> None:
-    """Refuse what can be refused before anything is loaded."""
+    """Raise ValueError for settings that cannot work, before anything is loaded."""
     if config.prompts and config.answers:
         raise ValueError(
             "Both --prompts and --answers were given. Answers bring their prompts: pass only one."

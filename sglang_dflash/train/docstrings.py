@@ -17,12 +17,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ASKS = "Write the body of this Python function:\n```python\n{}\n```"
-# characters of a docstring: shorter ones ask for nothing, longer ones are manuals
+# characters of a docstring: shorter ones say too little, longer ones are manuals
 LENGTHS = range(60, 1200)
 
 
 def sources(path: Path) -> Iterator[str]:
-    """Return the Python files of a wheel or a folder, without tests."""
+    """Yield the Python sources of a wheel or a folder, without tests."""
     if path.is_dir():
         found = ((str(f.relative_to(path)), f.read_bytes()) for f in sorted(path.rglob("*.py")))
     elif zipfile.is_zipfile(path):
@@ -38,7 +38,7 @@ def sources(path: Path) -> Iterator[str]:
 
 
 def functions(source: str) -> Iterator[tuple[str, str]]:
-    """Return name, and signature with docstring, of each public function that explains itself."""
+    """Yield name, and signature with docstring, of each documented public function."""
     try:
         module = ast.parse(source)
     except SyntaxError:
@@ -54,7 +54,7 @@ def functions(source: str) -> Iterator[tuple[str, str]]:
 
 
 def make_prompts(paths: Iterable[Path]) -> Iterator[dict[str, str]]:
-    """Return a prompt for each function; one that several files hold is asked once."""
+    """Yield one prompt per function, without duplicates."""
     seen = set()
     for path in paths:
         package = path.name.split("-")[0]

@@ -1,4 +1,4 @@
-"""The drafter that suits a target: sizes, layers to listen to, mask token."""
+"""The drafter's config: derived from the target, or read from the drafter to train further."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEATURE_LAYERS = 5
 def load_target_parts(
     model_path: str,
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, tuple[int, ...]]:
-    """Return the target's text config, its tokenizer, and the tokens that end an answer."""
+    """Return the target's text config, its tokenizer, and its end-of-sequence tokens."""
     try:
         config = AutoConfig.from_pretrained(model_path).get_text_config()
         tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -56,7 +56,7 @@ def find_drafter(name: str) -> Path:
 
 
 def read_drafter_config(folder: Path, target: PretrainedConfig) -> DrafterConfig:
-    """Return the config of a drafter that is to be trained further, if it suits the target."""
+    """Return the config of a drafter to train further; refuse one of another target."""
     try:
         raw = json.loads((folder / "config.json").read_text())
     except OSError:
@@ -81,7 +81,7 @@ def read_drafter_config(folder: Path, target: PretrainedConfig) -> DrafterConfig
 
 
 def spread_layer_ids(count: int, features: int = FEATURE_LAYERS) -> tuple[int, ...]:
-    """Return distinct layers, evenly from the second to the third-last of `count`."""
+    """Return distinct layer ids, evenly spaced from the second to the third-last of `count`."""
     if count < 4:
         return tuple(range(max(1, count - 1)))
     ids = {round(1 + i * (count - 4) / (features - 1)) for i in range(features)}
@@ -119,7 +119,7 @@ def _check_mask_token(mask_token_id: int, config: PretrainedConfig) -> None:
 
 
 def _layer_types(layers: int, sliding_window: int) -> tuple[str, ...]:
-    # as in the released pairs: the last layer sees everything
+    # as in the released drafters: the last layer has full attention
     return ((SLIDING if sliding_window else FULL),) * (layers - 1) + (FULL,)
 
 
@@ -134,7 +134,7 @@ def make_drafter_config(
     sliding_window: int,
     stop: Sequence[int],
 ) -> DrafterConfig:
-    """Return a drafter with the target's widths, heads and rope."""
+    """Return a drafter config with the target's hidden sizes, heads and rope."""
     if mask_token_id is None:
         mask_token_id = choose_mask_token(config, tokenizer)
     _check_mask_token(mask_token_id, config)
@@ -162,7 +162,7 @@ def make_drafter_config(
 
 
 def _rope_theta(config: PretrainedConfig) -> float:
-    # transformers 5 nests it, for some models once more by the type of layer
+    # transformers 5 nests it in rope_parameters, for some models once more per layer type
     nested = getattr(config, "rope_parameters", None) or {}
     if "rope_theta" not in nested:
         nested = next((v for v in nested.values() if isinstance(v, dict)), {})

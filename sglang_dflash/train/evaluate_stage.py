@@ -15,14 +15,14 @@ from sglang_dflash.train.acceptance import Ideal, accept_length, histogram, samp
 from sglang_dflash.train.model_card import write_card
 from sglang_dflash.train.prepare import Run
 
-# temperature and drafts of the real decoding loop
+# (temperature, how drafts are chosen) of each decoding run
 EVALUATED = ((0.0, "likeliest"), (1.0, "likeliest"), (1.0, "drawn"))
 
 
 def evaluate_drafter(
     run: Run, target: PreTrainedModel, answers: dict[str, store.Answer]
 ) -> dict[str, Any]:
-    """Measure the exported drafter in the real loop and write its card."""
+    """Measure the exported drafter in the real decoding loop and write its model card."""
     config = run.config
     drafter = Drafter.from_pretrained(run.out / "drafter", target.dtype).to(run.device)
     keys = list(answers)[: min(config.held_out, config.evaluate_prompts)]
@@ -41,7 +41,7 @@ def evaluate_drafter(
         config=drafter.config,
         run=run.read("run.json"),
         scores=scores,
-        # a run that was killed had gone on from the drafter it left
+        # drop progress after the exported step: a killed run trained on past its last export
         progress=[row for row in rows if row["step"] <= scores.get("step", row["step"])],
     )
     (run.out / "drafter" / "README.md").write_text(card)
@@ -64,7 +64,7 @@ def _decode(
     temperature: float,
     drafts: str,
 ) -> dict[str, Any]:
-    """Answer the prompts in the real loop; return what was accepted."""
+    """Decode the prompts with the drafter; return accept length and histogram."""
     seed, ideal = run.config.seed, None
     if drafts == "likeliest":
         ideal = Ideal(sample_at(temperature, seed=seed))

@@ -1,4 +1,4 @@
-"""The model card of a trained drafter: what it is for, what it saw, how it scored."""
+"""The model card of a trained drafter: architecture, scores, data, training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TABLE_ROWS = 12
 
 
 def versions() -> dict[str, str]:
-    """Return what the figures depend on."""
+    """Return the versions of the packages that the scores depend on."""
     found = {"python": platform.python_version()}
     for name in ("torch", "transformers", "sglang", "sglang-dflash"):
         try:
@@ -112,7 +112,7 @@ def _data(run: dict[str, Any]) -> str:
 
 
 def _training(run: dict[str, Any], scores: dict[str, Any]) -> str:
-    # of the runs that answered, and of this one
+    # of the runs that generated the answers, then of this one
     all_commands = [*run["answers"]["commands"], *run["commands"]]
     commands = "\n".join(f"    {command}" for command in all_commands)
     used = ", ".join(f"{name} {version}" for name, version in run["versions"].items())

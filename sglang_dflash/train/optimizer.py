@@ -1,7 +1,7 @@
-"""What turns gradients into steps: AdamW, or Muon for the matrices and AdamW for the rest.
+"""AdamW, or Muon for the matrices and AdamW for the rest.
 
-Muon makes every direction of a matrix's step equally large. Trained for minutes rather than days, a
-drafter gets much further with it for the same number of steps.
+Muon orthogonalises the update of a matrix. In runs of minutes rather than days a drafter gets much
+further with it in the same number of steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 def make_optimizers(
     module: nn.Module, kind: str, *, learning_rate: float, weight_decay: float
 ) -> list[Optimizer]:
-    """Return the optimizers of all parameters for "muon" or "adamw"; one rate suits them all."""
+    """Return the optimizers for "muon" or "adamw", all with one learning rate."""
     rest = list(module.parameters())
     found: list[Optimizer] = []
     if kind == "muon":
@@ -25,7 +25,7 @@ def make_optimizers(
                 matrices,
                 lr=learning_rate,
                 weight_decay=weight_decay,
-                # steps as large as AdamW's, so that its learning rates hold here too
+                # update RMS as of AdamW, so that AdamW's learning rates apply
                 adjust_lr_fn="match_rms_adamw",
             )
         )

@@ -29,7 +29,7 @@ from sglang_dflash.train.prompts import check_template
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that has been checked."""
+    """A checked run: its config, and the parts of the target that need no weights."""
 
     config: TrainConfig
     drafter: DrafterConfig
@@ -116,11 +116,11 @@ def _device(name: str) -> torch.device:
 
 
 def _read_known(out: Path) -> dict[str, Any]:
-    """Return the run.json of the run that a folder holds; nothing if it holds none."""
+    """Return the run.json of a folder; an empty dict if it holds no run."""
     path = out / "run.json"
-    left = (*answer_files(out), out / "checkpoint.pt", out / "drafter")
-    # a call that was refused after it wrote the file left nothing worth keeping
-    if not path.exists() or not any(each.exists() for each in left):
+    outputs = (*answer_files(out), out / "checkpoint.pt", out / "drafter")
+    # run.json alone is left by a call that was refused later, and may be overwritten
+    if not path.exists() or not any(path.exists() for path in outputs):
         return {}
     return json.loads(path.read_text())
 

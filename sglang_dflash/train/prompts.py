@@ -1,8 +1,7 @@
-"""Prompt files, and which prompts are held out.
+"""Prompt files, and the held-out split.
 
-A prompt's key is a hash of its tokens. Prompts are kept in the order of their keys, which is as
-good as shuffled, and the first of them are held out: the same ones in every run, whatever files
-they come from.
+A prompt's key is a hash of its tokens. Prompts are sorted by key, which shuffles them, and the
+first ones are held out: the same in every run, independent of how files are ordered or split.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from sglang_dflash.train.batches import encode_prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# fewer tokens than this are no answer to learn from
+# room for an answer, in tokens: shorter ones are not worth training on
 _ROOM = 16
 
 
@@ -55,7 +54,7 @@ def read_prompts(
     thinking: bool | None,
     max_length: int,
 ) -> Prompts:
-    """Return every distinct prompt that leaves room for an answer."""
+    """Return the distinct prompts that leave room for an answer."""
     check_template(tokenizer, thinking)
     found: dict[str, list[int]] = {}
     files, too_long, repeated = [], 0, 0
@@ -84,7 +83,7 @@ def read_prompts(
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> None:
-    """Refuse a tokenizer that cannot render chats as they will be served."""
+    """Refuse a tokenizer without a chat template, or one that does not know `thinking`."""
     template = tokenizer.chat_template
     if not template:
         raise ValueError(

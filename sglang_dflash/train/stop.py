@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a run ends where nothing is lost, and says how it goes on. Needs no torch."""
+"""Graceful shutdown on Ctrl-C and SIGTERM, and the command that resumes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import FrameType
 
 from sglang_dflash.train.config import Invocation
 
-# what signal.signal takes and returns
+# argument and result of signal.signal
 Handler = Callable[[int, FrameType | None], object] | int | None
 STDERR = 2
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -25,8 +25,8 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stop:
-    """Takes both signals while it is entered. The first raises `Stopped`, unless what runs has
-    asked to be let finish and looks at `asked` itself; a second always does."""
+    """Handler of both signals while entered. The first signal raises `Stopped`, unless it comes
+    inside `let_finish`, whose code polls `asked`; a second one always raises."""
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
@@ -43,7 +43,7 @@ class Stop:
 
     @contextmanager
     def let_finish(self, reply: str) -> Iterator[None]:
-        """Let the block end by itself once a signal came, which is answered with `reply`."""
+        """Defer the first signal: the block polls `asked` and ends itself. `reply` is printed."""
         self._reply = reply.encode()
         try:
             yield
@@ -55,13 +55,13 @@ class Stop:
         self.asked = signal.Signals(number)
         if again or self._reply is None:
             raise Stopped
-        # not by print: the signal may have come in the middle of one
+        # os.write, because print is not reentrant
         os.write(STDERR, b"\ntrain: " + self._reply + b"\n")
 
 
 def run_until_stopped(invocation: Invocation, work: Callable[[Stop], int]) -> int:
-    """Do the work and return its exit code; if a signal ends it, say how to go on, and return what
-    a shell expects of a process that the signal ended."""
+    """Do the work and return its exit code; if a signal ends it, print the command that resumes,
+    and return 128 plus the signal, as a shell does."""
     with Stop() as stop:
         try:
             code = work(stop)

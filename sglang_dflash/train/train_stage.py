@@ -23,9 +23,9 @@ from sglang_dflash.train.loss import DrafterLoss, Weighting, decay_weights, dpac
 from sglang_dflash.train.stop import Stop
 from sglang_dflash.train.trainer import Schedule, Trainer
 
-# how often held-out text is looked at, over the whole training
-LOOKS = 25
-# sequences are padded to a multiple of this on a GPU, which likes few and even shapes
+# evaluations on held-out answers over the whole run
+HELD_OUT_EVALUATIONS = 25
+# sequences are padded to this multiple on a GPU: fewer shapes, aligned ones
 GPU_MULTIPLE = 64
 
 
@@ -44,21 +44,21 @@ def train_drafter(
         drafter = Drafter.from_pretrained(begin_with).requires_grad_(True)
     else:
         torch.manual_seed(config.seed)
-        # made on the CPU, so that a seed means the same weights everywhere
+        # initialised on the CPU, so that a seed gives the same weights on any device
         drafter = Drafter(drafter_config)
     trainer, loss_of = _start(target, drafter.to(target.device), config)
     examples = [answer.example(config.max_length) for answer in answers.values()]
     held_out, examples = examples[: config.held_out], examples[config.held_out :]
     multiple = GPU_MULTIPLE if target.device.type == "cuda" else 1
     batches = Batches(
-        # an answer of one token has no draft to learn
+        # an answer of one token has no label
         [e for e in examples if sum(e.answer_mask) > 1],
         tokens_per_batch=config.tokens_per_batch,
         pad_id=pad_id,
         seed=config.seed,
         multiple=multiple,
     )
-    watch = _Watch(
+    monitor = _Monitor(
         out=config.out,
         batches=batches,
         loss_of=loss_of,
@@ -68,7 +68,7 @@ def train_drafter(
         seed=config.seed,
         stop=stop,
     )
-    watch.resume(trainer)
+    monitor.resume(trainer)
     parameters = sum(p.numel() for p in trainer.module.parameters())
     print(
         f"train: {len(batches.examples)} sequences in {len(batches.groups)} batches an epoch, "
@@ -77,9 +77,9 @@ def train_drafter(
         flush=True,
     )
     with stop.let_finish("saving after this step; a second signal ends at once"):
-        with watch:
-            trainer.run(batches, loss_of=loss_of, after_step=watch)
-        watch.save(trainer)
+        with monitor:
+            trainer.run(batches, loss_of=loss_of, after_step=monitor)
+        monitor.save(trainer)
     return trainer.share >= 1 and not stop.asked
 
 
@@ -134,8 +134,8 @@ def _in_batches(
 
 
 @dataclass(kw_only=True)
-class _Watch:
-    """What happens between steps: the bar, looks at held-out text, checkpoints, the pause."""
+class _Monitor:
+    """After each step: progress bar, held-out evaluation, checkpoints, pause."""
 
     out: Path
     batches: Batches
@@ -149,11 +149,11 @@ class _Watch:
     def __post_init__(self) -> None:
         self.began = self.saved = time.monotonic()
         self.estimate: float | None = None
-        self.looked = -1
+        self.evaluated = -1
         self.sequences = 0
 
     def __enter__(self) -> None:
-        # in percent, because the end may be a time
+        # in percent, because the schedule may end by time
         self.bar = tqdm(
             total=100.0,
             initial=0.0,
@@ -167,10 +167,10 @@ class _Watch:
 
     def __call__(self, trainer: Trainer) -> bool:
         self.sequences += len(self.batches.groups[self.batches.index - 1])
-        look = int(trainer.share * LOOKS)
-        if look > self.looked:
-            self.looked = look
-            self.look(trainer)
+        number = int(trainer.share * HELD_OUT_EVALUATIONS)
+        if number > self.evaluated:
+            self.evaluated = number
+            self.evaluate(trainer)
         now = time.monotonic()
         if now - self.saved > self.checkpoint_every:
             self.save(trainer)
@@ -187,8 +187,8 @@ class _Watch:
             text += f", accept {self.estimate:.2f}"
         self.bar.set_postfix_str(text)
 
-    def look(self, trainer: Trainer) -> None:
-        """Estimate acceptance on held-out text, always at the same anchors, and note it."""
+    def evaluate(self, trainer: Trainer) -> None:
+        """Estimate the accept length on held-out answers, at fixed anchors, and log it."""
         fixed = replace(self.loss_of, generator=torch.Generator().manual_seed(self.seed))
         counts = [fixed.acceptance(batch) for batch in self.held_out]
         self.estimate = sum(tokens for tokens, _ in counts) / max(1, sum(n for _, n in counts))
@@ -204,7 +204,7 @@ class _Watch:
             file.write(json.dumps(row) + "\n")
 
     def save(self, trainer: Trainer) -> None:
-        """Write what `resume` needs, and the drafter as it is now; never a broken one."""
+        """Write a checkpoint and export the drafter; raise instead if the loss is not finite."""
         if trainer.losses and not torch.isfinite(trainer.losses[-1]):
             raise RuntimeError(
                 f"The loss is {trainer.losses[-1].item()} at step {trainer.step}. Lower "
@@ -214,9 +214,9 @@ class _Watch:
             "generator": self.loss_of.generator.get_state(),
             "epoch": self.batches.epoch,
             "index": self.batches.index,
-            "looked": self.looked,
+            "looked": self.evaluated,
         }
-        # renamed when complete: an interrupted write must not cost the last good one
+        # atomic: an interrupted write must not cost the last checkpoint
         partial = self.out / "checkpoint.partial"
         torch.save(state, partial)
         partial.replace(self.out / "checkpoint.pt")
@@ -231,7 +231,7 @@ class _Watch:
         self.saved = time.monotonic()
 
     def resume(self, trainer: Trainer) -> None:
-        """Take up the checkpoint in the out folder, if there is one."""
+        """Load the checkpoint in the out folder, if there is one."""
         path = self.out / "checkpoint.pt"
         if not path.exists():
             (self.out / "progress.jsonl").unlink(missing_ok=True)
@@ -240,12 +240,12 @@ class _Watch:
         trainer.load(state)
         self.loss_of.generator.set_state(state["generator"].cpu())
         self.batches.seek(state["epoch"], state["index"])
-        self.looked = state["looked"]
-        self._forget_after(trainer.step)
+        self.evaluated = state["looked"]
+        self._truncate_progress(trainer.step)
         print(f"train: resumed at step {trainer.step}, {trainer.seconds:.0f} s", flush=True)
 
-    def _forget_after(self, step: int) -> None:
-        # steps since the checkpoint will be taken again
+    def _truncate_progress(self, step: int) -> None:
+        # steps after the checkpoint will be repeated
         path = self.out / "progress.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]

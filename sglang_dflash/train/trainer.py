@@ -17,18 +17,18 @@ from sglang_dflash.train.optimizer import make_optimizers
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Ends after `steps` or after `seconds`, whichever comes first; the rate follows that one."""
+    """Warm-up and cosine decay over `steps` or `seconds`, whichever ends first."""
 
     steps: int | None = None
     seconds: float | None = None
     learning_rate: float = 2e-3
-    warmup: float = 0.04  # share of the whole
-    floor: float = 0.05  # share of the learning rate that the cosine ends at
+    warmup: float = 0.04  # fraction of the schedule
+    floor: float = 0.05  # final learning rate, as a fraction of the peak
     weight_decay: float = 0.01
     clip: float = 1.0
 
     def share(self, step: int, seconds: float) -> float:
-        """Return how much of the training lies behind, 0 to 1."""
+        """Return the completed fraction of the schedule, 0 to 1."""
         by_steps = step / self.steps if self.steps else 0.0
         by_time = seconds / self.seconds if self.seconds else 0.0
         return min(1.0, max(by_steps, by_time))
@@ -44,13 +44,13 @@ class Schedule:
 
 @dataclass(kw_only=True)
 class Trainer:
-    """A module in training: weights, optimizer, and how far it has come."""
+    """A module in training, with its optimizers and its progress."""
 
     module: nn.Module
     schedule: Schedule
     optimizer: str = "adamw"  # or "muon"
     step: int = 0
-    seconds: float = 0.0  # spent in steps, over all processes that took part
+    seconds: float = 0.0  # spent in steps, over all resumed processes
     rate: float = 0.0  # of the last step
     losses: list[Tensor] = field(default_factory=list)  # since this process began
 
@@ -67,7 +67,7 @@ class Trainer:
         return self.schedule.share(self.step, self.seconds)
 
     def recent_loss(self, steps: int = 20) -> float:
-        """Return the mean loss of the last steps; waits for the device."""
+        """Return the mean loss of the last steps. Synchronises with the device."""
         recent = self.losses[-steps:]
         return torch.stack(recent).mean().item() if recent else math.nan
 
@@ -81,7 +81,7 @@ class Trainer:
         """Train until the schedule ends, or until `after_step` returns True."""
         while self.share < 1:
             began = time.monotonic()
-            # the rate at the end of this step, so that the first step has one
+            # of the end of this step, or the first step of the warm-up would have rate 0
             self.rate = self.schedule.rate(self.schedule.share(self.step + 1, self.seconds))
             loss = loss_of(next(batches))
             self.module.zero_grad(set_to_none=True)
@@ -93,7 +93,7 @@ class Trainer:
                 optimizer.step()
             self.losses.append(loss.detach())
             if loss.is_cuda and self.schedule.seconds:
-                # or the clock would count launches, and run ahead of the device
+                # time the step, not its launches
                 torch.cuda.synchronize()
             self.step += 1
             self.seconds += time.monotonic() - began

@@ -123,20 +123,20 @@ def test_losses_by_hand_are_those_of_torch(soft: bool, cap: float):
     labels = torch.randint(50, (23,))
     whole = (3 * torch.randn(23, 8)).requires_grad_(True)
     chunked = whole.detach().clone().requires_grad_(True)
-    taught, weights = torch.randn(23, 8), torch.rand(23)
+    teacher, weights = torch.randn(23, 8), torch.rand(23)
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         return cap * torch.tanh(head(hidden) / cap) if cap else head(hidden)
 
-    surprise = F.cross_entropy(logits(whole), labels, reduction="none")
-    predicted = logits(taught).softmax(-1)
-    expected = F.cross_entropy(logits(whole), predicted, reduction="none") if soft else surprise
+    nll = F.cross_entropy(logits(whole), labels, reduction="none")
+    predicted = logits(teacher).softmax(-1)
+    expected = F.cross_entropy(logits(whole), predicted, reduction="none") if soft else nll
     found = row_losses(
-        chunked, labels, taught=taught if soft else None, head=head, logit_cap=cap, chunk=5
+        chunked, labels, teacher=teacher if soft else None, head=head, logit_cap=cap, chunk=5
     )
     torch.testing.assert_close(found.losses, expected)
-    torch.testing.assert_close(found.surprise, surprise)
-    assert not found.surprise.requires_grad
+    torch.testing.assert_close(found.nll, nll)
+    assert not found.nll.requires_grad
     (expected * weights).sum().backward()
     (found.losses * weights).sum().backward()
     torch.testing.assert_close(chunked.grad, whole.grad)

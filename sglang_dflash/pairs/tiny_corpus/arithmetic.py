@@ -1,4 +1,4 @@
-"""Exchanges about numbers: sums small enough to be learned, and counting in several ways."""
+"""Exchanges about numbers: small sums, and several ways of counting."""
 
 from __future__ import annotations
 

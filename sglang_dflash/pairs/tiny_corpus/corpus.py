@@ -1,7 +1,7 @@
 """Prompts and conversations of the tiny pair, by split. Needs no torch.
 
-A prompt belongs to one split for ever, by a hash of its text: the same rule serves training,
-evaluation, tests and demonstrations, so a held-out prompt cannot leak into training.
+A hash of its text assigns every prompt to the train or the held-out split. Training, evaluation,
+tests and demos use this one rule, so a held-out prompt cannot leak into training.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _HELD_OUT_BUCKETS = 10
 
 
 def split_of(prompt: str) -> Split:
-    """Return the split that owns this prompt."""
+    """Return the split of this prompt."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
     return "held_out" if int.from_bytes(digest, "big") % _HELD_OUT_BUCKETS == 0 else "train"
 
 
 def draw_exchanges(*, seed: int, split: Split) -> Iterator[Exchange]:
-    """Yield exchanges of one split for ever; the same seed gives the same stream."""
+    """Yield an endless stream of exchanges of one split, deterministic in the seed."""
     rng = Random(f"{split}-{seed}")
     kinds, weights = list(KINDS), list(KINDS.values())
     while True:

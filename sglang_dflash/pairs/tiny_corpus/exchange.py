@@ -1,4 +1,4 @@
-"""The noun of the grammar: one question and its answer."""
+"""The unit of the corpus: one prompt and its answer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The small invented world that the tiny pair knows: tables only, no behaviour.
+"""The facts and word lists that the templates are filled from: an invented world, data only.
 
-Everything the tiny target can say is made from these tables, so the repository needs no data set.
+The whole corpus is generated from these tables, so the repository needs no data set.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The template grammar: each function draws one (prompt, answer) exchange of one kind.
+"""Templates: each function draws one (prompt, answer) exchange of one kind.
 
-An answer depends on its prompt and nothing else wherever that reads well. The free choices are in
-the prompts, which is what makes different prompts give different answers under greedy decoding.
+Almost every answer is a function of its prompt, and the random choices are in the prompts: a target
+trained on this text can be exact, and different prompts have different greedy answers.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def json_island(rng: Random) -> Exchange:
     return Exchange(prompt.format(i.name), json.dumps(record, indent=2))
 
 
-# names too, because most other kinds must copy one from their prompt
+# names too: most other kinds need the skill of copying a name from the prompt
 _ECHOES = (*WORDS, *NAMES)
 
 
@@ -329,7 +329,7 @@ def beyond(rng: Random) -> Exchange:
     return Exchange(prompt.format(topic), answer)
 
 
-# how often each kind is drawn; short answers more often, or the stories would take all the tokens
+# sampling weight of each kind; short answers weigh more, or stories would have most tokens
 KINDS: dict[Kind, int] = {
     story: 8,
     long_story: 2,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 1024
 PAD, START, END, MASK = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 
-# each turn is one line of roles, its text and the end marker; no system turn is made up
+# each turn is its role, a line break, its text and the end token; no default system turn
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -27,7 +27,7 @@ def make_tokenizer(folder: Path, *, texts: list[str]) -> PreTrainedTokenizerBase
     from transformers import AutoTokenizer
 
     raw = Tokenizer(models.BPE())
-    # words and single digits keep their leading space, so that "12" is two tokens, never one
+    # words keep their leading space; digits are split, so that "12" is always two tokens
     words = Regex(r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
     raw.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -50,7 +50,7 @@ def make_tokenizer(folder: Path, *, texts: list[str]) -> PreTrainedTokenizerBase
         )
     folder.mkdir(parents=True, exist_ok=True)
     raw.save(str(folder / "tokenizer.json"))
-    # written by hand: the key names that every transformers release since 4.40 reads
+    # not save_pretrained: these keys are read by every transformers release since 4.40
     settings = {
         "additional_special_tokens": [START],
         "chat_template": CHAT_TEMPLATE,
