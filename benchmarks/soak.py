@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,15 +104,12 @@ def start(options: argparse.Namespace) -> Pair:
 
 @contextlib.contextmanager
 def serving(options: argparse.Namespace) -> Iterator[list[Pair]]:
-    """Start all pairs together and wait for them; stop them together in the end."""
+    """Start all pairs together, without waiting for them; stop them together in the end."""
     if options.script:
         Server.script = options.script.resolve()
     pairs: list[Pair] = []
     try:
         pairs += (start(options) for _ in range(options.pairs))
-        for pair in pairs:
-            for server in pair:
-                server.wait()
         yield pairs
     finally:
         named = {
@@ -122,16 +118,19 @@ def serving(options: argparse.Namespace) -> Iterator[list[Pair]]:
             for name, server in pair._asdict().items()
         }
         with ThreadPoolExecutor(max(len(named), 1)) as pool:
-            stop = partial(systems.stop_server, logs=options.logs)
-            list(pool.map(lambda name: stop(named[name], name=name), named))
+            list(pool.map(lambda n: systems.stop_server(named[n], options.logs, n), named))
 
 
 def run(pairs: list[Pair], options: argparse.Namespace) -> dict[str, Any]:
-    """Let the storms loose on all pairs, and return their report."""
+    """Let the storms loose once all pairs answer, and return their report."""
     total = Outcome()
-    questions = encode_questions()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(pairs)) as pool:
+        # while the servers start
+        questions = encode_questions()
         other_weights = write_other_weights(Path(folder)) if options.updates else None
+        for pair in pairs:
+            for server in pair:
+                server.wait()
         kinds = choose_kinds(seeds=options.seeds)
         list(pool.map(lambda pair: warm_up(pair, kinds), pairs))
         began = time.monotonic()
