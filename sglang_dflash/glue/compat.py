@@ -138,6 +138,10 @@ SYMBOLS: dict[str, Symbol] = {
     },
     "is_fully_idle": Symbol("srt.managers.scheduler", "Scheduler.is_fully_idle"),
     "flush_cache": Symbol("srt.managers.scheduler", "Scheduler.flush_cache", ("empty_cache",)),
+    "process_batch_result": Symbol(
+        "srt.managers.scheduler", "Scheduler.process_batch_result", ("batch", "result")
+    ),
+    "filter_batch": Symbol("srt.managers.schedule_batch", "ScheduleBatch.filter_batch"),
     "alloc_for_spec_decode": Symbol(
         "srt.mem_cache.allocation",
         "alloc_for_spec_decode",

@@ -80,13 +80,30 @@ class TargetUpdates:
                 "DFLASH does not recapture CUDA graphs (recapture_cuda_graph=true). Nothing was "
                 "updated. Drop it: weights are replaced in place, where captured graphs read them."
             )
-        if recv_req.flush_cache and not self._scheduler.is_fully_idle():
+        if recv_req.flush_cache and not self._idle():
             return (
                 "The cache cannot be flushed while requests are in flight, as after "
                 "/pause_generation. Nothing was updated. Abort them (mode abort), or pass "
                 "flush_cache=false to let them go on with KV of the old weights."
             )
         return None
+
+    def _idle(self) -> bool:
+        """Return whether no request is in flight, once a step of finished ones has been processed.
+
+        A request's answer is out before the scheduler has dropped it from its batches, and with
+        overlap scheduling while one more step runs: an update right after the answer finds those.
+        """
+        scheduler = self._scheduler
+        batches = [b for b in (scheduler.running_batch, scheduler.last_batch) if b is not None]
+        in_batches = [req for batch in batches for req in batch.reqs]
+        if scheduler.chunked_req is None and all(req.finished() for req in in_batches):
+            results = scheduler.result_queue if scheduler.enable_overlap else ()
+            while results:
+                scheduler.process_batch_result(*results.popleft())
+            scheduler.last_batch = None
+            scheduler.running_batch.filter_batch()
+        return scheduler.is_fully_idle()
 
     def _attempt(self, update: Update, recv_req: Any) -> str | None:
         """Update, and return why it failed, if it did."""

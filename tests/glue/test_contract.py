@@ -78,6 +78,8 @@ def test_every_symbol_of_the_contract_is_used() -> None:
         "update_ipc",
         "is_fully_idle",
         "flush_cache",
+        "process_batch_result",
+        "filter_batch",
         "fuse_scale",
     }
     unused = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,25 +14,57 @@ from sglang_dflash.glue import compat
 from sglang_dflash.glue.updates import SOURCES, TargetUpdates
 
 
+class Batch:
+    """Requests of a step, some of them finished."""
+
+    def __init__(self, *finished: bool) -> None:
+        self.reqs = [SimpleNamespace(finished=lambda done=done: done) for done in finished]
+
+    def filter_batch(self) -> None:
+        self.reqs = [req for req in self.reqs if not req.finished()]
+
+
+class Scheduler:
+    """A batch that runs or has just run and, with overlap scheduling, a step in flight."""
+
+    def __init__(self, running: Batch, *, overlap: bool = False) -> None:
+        self.running_batch = running
+        self.chunked_req = None
+        self.last_batch = running if running.reqs else None
+        self.enable_overlap = overlap
+        self.processed: list[Batch] = []
+        self.flushes: list[bool] = []
+        if overlap:
+            self.result_queue = deque([(running, "result")] if running.reqs else [])
+
+    def process_batch_result(self, batch: Batch, result: str) -> None:
+        assert result == "result"
+        self.processed.append(batch)
+
+    def is_fully_idle(self) -> bool:
+        waiting = self.enable_overlap and len(self.result_queue) > 0
+        return not (self.running_batch.reqs or self.last_batch or self.chunked_req or waiting)
+
+    def flush_cache(self, empty_cache: bool) -> None:
+        self.flushes.append(empty_cache)
+
+
 class Worker:
     """A target with one weight, which an update replaces in place or by another tensor."""
 
-    def __init__(self, *, in_place: bool, graph: object | None) -> None:
+    def __init__(
+        self, *, in_place: bool, graph: object | None, scheduler: Scheduler | None = None
+    ) -> None:
         self.model = nn.Linear(4, 4, bias=False)
         self.model_runner = SimpleNamespace(
             model=self.model, decode_cuda_graph_runner=graph, check_weights=None
         )
-        self.flushes: list[bool] = []
         self.init_weights_update_group = None
         for source in SOURCES:
             setattr(self, f"update_weights_from_{source}", lambda _: self._update(in_place))
         updates = TargetUpdates(self, SimpleNamespace())
-        updates.meet(
-            SimpleNamespace(
-                is_fully_idle=lambda: True,
-                flush_cache=lambda empty_cache: self.flushes.append(empty_cache),
-            )
-        )
+        self.scheduler = scheduler or Scheduler(Batch())
+        updates.meet(self.scheduler)
 
     def _update(self, in_place: bool) -> tuple[bool, str]:
         if in_place:
@@ -59,7 +92,7 @@ def test_weights_that_moved_are_a_failure_with_graphs(source: str) -> None:
     assert "1 weights (weight is one) were not replaced in place" in message
     assert "restart the server" in message
     # prefixes of the old weights must not meet some of the new
-    assert worker.flushes == [False]
+    assert worker.scheduler.flushes == [False]
 
 
 @pytest.mark.parametrize(
@@ -75,4 +108,33 @@ def test_other_weights_are_updated(in_place: bool, graph: object | None) -> None
     success, message = update(worker)
     assert success and "The drafter keeps its own" in message
     # SGLang flushes after a success
-    assert worker.flushes == []
+    assert worker.scheduler.flushes == []
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_of_answered_requests_does_not_refuse_an_update(overlap: bool) -> None:
+    """Whoever updates right after an answer finds its request still in the scheduler's batches."""
+    batch = Batch(True, True)
+    scheduler = Scheduler(batch, overlap=overlap)
+    assert not scheduler.is_fully_idle()
+    success, message = update(Worker(in_place=True, graph=None, scheduler=scheduler))
+    assert success, message
+    assert scheduler.processed == ([batch] if overlap else [])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_in_flight_refuses_an_update_and_stays(overlap: bool) -> None:
+    batch = Batch(True, False)
+    scheduler = Scheduler(batch, overlap=overlap)
+    worker = Worker(in_place=True, graph=None, scheduler=scheduler)
+    success, message = update(worker)
+    assert not success and "Nothing was updated" in message
+    assert worker.model.weight.any()
+    assert len(batch.reqs) == 2 and scheduler.last_batch is batch and scheduler.processed == []
+
+
+def test_a_prompt_half_prefilled_refuses_an_update() -> None:
+    scheduler = Scheduler(Batch())
+    scheduler.chunked_req = SimpleNamespace()
+    success, message = update(Worker(in_place=True, graph=None, scheduler=scheduler))
+    assert not success and "Nothing was updated" in message
