@@ -160,5 +160,6 @@ def test_sliding_window_kv_is_evicted_while_decoding(family: Family) -> None:
 def sliding_window_tokens(server: Server, begin: int) -> int:
     """Return how many tokens of KV a log shows for windows of 48, late in a request."""
     shown = re.findall(r"#full token: (\d+), .*#swa token: (\d+)", server.log()[begin:])
-    # a step that overlap scheduling runs after the request's end shows none
-    return [int(windows) for full, windows in shown if int(full) > 1000][-1]
+    # SGLang logs every 40th step of a server's life: with a block each, the last of a request of
+    # 1,400 tokens may be at 800. A step that overlap scheduling runs after its end shows none.
+    return [int(windows) for full, windows in shown if int(full) > 700][-1]
