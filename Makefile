@@ -35,8 +35,9 @@ chat:
 	@$(RUN) launch/demo.py --chat
 
 test: venv lint
-	@# two files at a time: most of the time servers start, and a processor waits
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
+	@# two files at a time: server start-up takes most of the time and leaves a core idle. One
+	@# thread each: OpenMP spins at barriers, and two teams on the same cores stall each other
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
 	@$(BIN)/python tests/smoke/since.py
 
 # with the Python that has SGLang and a GPU, at most 8 minutes; SMOKE="--families gemma4" runs a part
