@@ -80,7 +80,10 @@ class TargetUpdates:
                 "DFLASH does not recapture CUDA graphs (recapture_cuda_graph=true). Nothing was "
                 "updated. Drop it: weights are replaced in place, where captured graphs read them."
             )
-        if recv_req.flush_cache and not self._idle():
+        if not recv_req.flush_cache:
+            return None
+        self._drain_finished()
+        if not self._scheduler.is_fully_idle():
             return (
                 "The cache cannot be flushed while requests are in flight, as after "
                 "/pause_generation. Nothing was updated. Abort them (mode abort), or pass "
@@ -88,8 +91,8 @@ class TargetUpdates:
             )
         return None
 
-    def _idle(self) -> bool:
-        """Return whether no request is in flight, once a step of finished ones has been processed.
+    def _drain_finished(self) -> None:
+        """If every request in the scheduler's batches is finished, process what is left of them.
 
         A request's answer is out before the scheduler has dropped it from its batches, and with
         overlap scheduling while one more step runs: an update right after the answer finds those.
@@ -103,7 +106,8 @@ class TargetUpdates:
                 scheduler.process_batch_result(*results.popleft())
             scheduler.last_batch = None
             scheduler.running_batch.filter_batch()
-        return scheduler.is_fully_idle()
+            # SGLang resets it only where it filters itself, and admits nobody until then
+            scheduler.running_batch.batch_is_full = False
 
     def _attempt(self, update: Update, recv_req: Any) -> str | None:
         """Update, and return why it failed, if it did."""

@@ -19,6 +19,7 @@ class Batch:
 
     def __init__(self, *finished: bool) -> None:
         self.reqs = [SimpleNamespace(finished=lambda done=done: done) for done in finished]
+        self.batch_is_full = True
 
     def filter_batch(self) -> None:
         self.reqs = [req for req in self.reqs if not req.finished()]
@@ -120,6 +121,8 @@ def test_a_step_of_answered_requests_does_not_refuse_an_update(overlap: bool) ->
     success, message = update(Worker(in_place=True, graph=None, scheduler=scheduler))
     assert success, message
     assert scheduler.processed == ([batch] if overlap else [])
+    # or no request would be admitted again
+    assert scheduler.running_batch.reqs == [] and not scheduler.running_batch.batch_is_full
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -131,6 +134,7 @@ def test_a_request_in_flight_refuses_an_update_and_stays(overlap: bool) -> None:
     assert not success and "Nothing was updated" in message
     assert worker.model.weight.any()
     assert len(batch.reqs) == 2 and scheduler.last_batch is batch and scheduler.processed == []
+    assert batch.batch_is_full
 
 
 def test_a_prompt_half_prefilled_refuses_an_update() -> None:
