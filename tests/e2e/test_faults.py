@@ -54,9 +54,9 @@ def load(server: Server, prompts: list[list[int]]) -> list[threading.Thread]:
     """Keep the server busy with answers that take a while; errors are the point of these tests."""
 
     def one(ids: list[int]) -> None:
-        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}
         try:
-            requests.post(f"{server.url}/generate", json=body, timeout=180)
+            requests.post(f"{server.url}/generate", json=body, timeout=60)
         except requests.RequestException:
             return
 
@@ -73,8 +73,9 @@ def test_sigterm_under_load_ends_every_process(
     server = doomed[0]
     pids = family(server)
     threads = load(server, prompts[:8])
+    assert all(thread.is_alive() for thread in threads), "the server has nothing in flight"
     os.kill(server.pid, signal.SIGTERM)
-    left = wait_until_gone(pids, seconds=180)
+    left = wait_until_gone(pids, seconds=60)
     for thread in threads:
         thread.join()
     assert left == [], server.log()[-2000:]
@@ -88,6 +89,6 @@ def test_an_exception_in_the_worker_is_named_and_ends_the_server(
     pids = family(server)
     with pytest.raises(requests.RequestException):
         server.generate(prompts[0], rid="raise-1", max_new_tokens=20)
-    assert wait_until_gone(pids, seconds=180) == []
+    assert wait_until_gone(pids, seconds=60) == []
     assert server.wait_for_exit(10) != 0
     assert "RuntimeError: scripted failure" in server.log()
