@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import changes, compat
 
 logger = logging.getLogger(__name__)
 
@@ -89,14 +89,21 @@ def shrink_graph_buffers(backend: Any) -> None:
 
     def init_cuda_graph_state(max_bs: int, max_num_tokens: int, **buffers: Any) -> None:
         original(max_bs, max_bs, **buffers)
-        # chain drafts need no mask
-        backend._verify_mask = None
+        changes.replace(backend, "_verify_mask", None, why="chain drafts need no mask")
         if backend.use_sliding_window_kv_pool:
-            backend.cuda_graph_swa_out_cache_loc = torch.zeros(
-                max_num_tokens, dtype=torch.int64, device=backend.device
+            changes.replace(
+                backend,
+                "cuda_graph_swa_out_cache_loc",
+                torch.zeros(max_num_tokens, dtype=torch.int64, device=backend.device),
+                why="a block writes a slot for each of its tokens",
             )
 
-    backend.init_cuda_graph_state = init_cuda_graph_state
+    changes.replace(
+        backend,
+        "init_cuda_graph_state",
+        init_cuda_graph_state,
+        why="index buffers are sized by requests, whose tokens share a context",
+    )
 
 
 def plan_in_graph(backend: Any) -> None:
@@ -112,8 +119,9 @@ def plan_in_graph(backend: Any) -> None:
         if in_capture:
             plan(forward_batch, in_capture=True)
 
-    backend.init_forward_metadata_out_graph = before_graph
-    backend.init_forward_metadata_in_graph = plan
+    why = "a draft graph plans its attention itself, at no cost to the host"
+    changes.replace(backend, "init_forward_metadata_out_graph", before_graph, why=why)
+    changes.replace(backend, "init_forward_metadata_in_graph", plan, why=why)
 
 
 class VerifyBackend:
@@ -134,8 +142,18 @@ class VerifyBackend:
     def install(self) -> None:
         self._window_slots()
         shrink_graph_buffers(self._backend)
-        self._backend.forward_extend = self.forward_extend
-        self._backend._update_target_verify_buffers = self.lay_out_prefixes
+        changes.replace(
+            self._backend,
+            "forward_extend",
+            self.forward_extend,
+            why="our kernel attends for verify blocks",
+        )
+        changes.replace(
+            self._backend,
+            "_update_target_verify_buffers",
+            self.lay_out_prefixes,
+            why="prefixes are laid out without reading a length on the host",
+        )
 
     def lay_out_prefixes(self, bs: int, seq_lens: Tensor, rows: Tensor, _spec_info: Any) -> None:
         """Fill what a graph reads about the batch, without asking the device for a length."""

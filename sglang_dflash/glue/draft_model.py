@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sglang_dflash.config import DrafterSpec
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import changes, compat
 
 # checkpoint name -> (our fused parameter, which part of it)
 FUSED = {
@@ -24,6 +24,14 @@ FUSED = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
+
+CONFIG = changes.Fields(
+    "the drafter's config",
+    dict.fromkeys(
+        ("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+        "on a CPU SGLang pads sizes that ranks do not divide",
+    ),
+)
 
 
 class DraftAttention(nn.Module):
@@ -242,7 +250,7 @@ def _undo_padding(config: Any) -> None:
         ("intermediate_size", "original_intermediate_size"),
     ):
         if hasattr(config, own):
-            setattr(config, name, getattr(config, own))
+            CONFIG.write(config, **{name: getattr(config, own)})
 
 
 # SGLang's registry reads the architecture from the class name

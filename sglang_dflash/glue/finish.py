@@ -10,11 +10,24 @@ scheduling a step also runs for requests that the step before has ended.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import changes, compat
 from sglang_dflash.glue.metrics import Bookkeeping
 
+REQ = changes.Fields(
+    "Req",
+    {
+        "output_ids": "tokens of a block are shown to SGLang's check one by one",
+        "finished_len": "an answer ends at its first stop",
+        "spec_num_correct_drafts": "drafts after a stop do not count",
+        "spec_correct_drafts_histogram": "drafts after a stop do not count",
+    },
+)
+
 _books: list[Bookkeeping] = []
+# verify steps and correct drafts of each request that were metered
+_metered: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
 
 def keep_books_in(book: Bookkeeping) -> None:
@@ -27,7 +40,7 @@ def finish_and_meter(original: Any, req: Any, new_accepted_len: int = 1) -> None
     before = len(req.output_ids) - new_accepted_len
     finish_token_by_token(original, req, new_accepted_len)
     # SGLang has counted the step on the request already; the prompt's token is not one
-    steps, correct_before = getattr(req, "dflash_seen", (0, 0))
+    steps, correct_before = _metered.get(req, (0, 0))
     num_correct = req.spec_num_correct_drafts - correct_before
     if req.spec_verify_ct > steps:
         committed = new_accepted_len
@@ -37,15 +50,16 @@ def finish_and_meter(original: Any, req: Any, new_accepted_len: int = 1) -> None
         for book in _books:
             context = len(req.origin_input_ids) + len(req.output_ids)
             book.record(num_correct, committed, context=context, ended=req.finished())
-    req.dflash_seen = (req.spec_verify_ct, req.spec_num_correct_drafts)
+    _metered[req] = (req.spec_verify_ct, req.spec_num_correct_drafts)
 
 
 def _uncount_after_stop(req: Any, num_correct: int, accepted: int) -> None:
     """Take from SGLang's own counts of a request the drafts that a stop has cut off."""
     if accepted == num_correct:
         return
-    req.spec_num_correct_drafts -= num_correct - accepted
-    req.spec_correct_drafts_histogram[num_correct] -= 1
+    counted = req.spec_num_correct_drafts - (num_correct - accepted)
+    REQ.write(req, spec_num_correct_drafts=counted)
+    REQ.edit(req, "spec_correct_drafts_histogram")[num_correct] -= 1
     req.update_spec_correct_drafts_histogram(accepted)
 
 
@@ -61,7 +75,7 @@ def finish_token_by_token(original: Any, req: Any, new_accepted_len: int = 1) ->
     )
     if whole:
         return original(req, new_accepted_len)
-    token_ids = req.output_ids
+    token_ids = REQ.edit(req, "output_ids")
     block = token_ids[-new_accepted_len:]
     del token_ids[-new_accepted_len:]
     for position, token in enumerate(block):
@@ -69,7 +83,7 @@ def finish_token_by_token(original: Any, req: Any, new_accepted_len: int = 1) ->
         original(req, 1)
         if req.finished():
             if req.finished_len is None:
-                req.finished_len = len(token_ids)
+                REQ.write(req, finished_len=len(token_ids))
             # the kv of the whole block is committed: tokens and kv must keep the same length
             token_ids.extend(block[position + 1 :])
             return None

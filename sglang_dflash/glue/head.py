@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import changes, compat
 from sglang_dflash.glue.cpu import products
 from sglang_dflash.glue.drawn import Chosen, SampledDrafts
 from sglang_dflash.kernels import MAX_TOP_K, Noise, Ops
@@ -119,7 +119,12 @@ class VerifyHead:
         if processor.logit_scale is not None or processor.do_tensor_parallel_all_gather_dp_attn:
             return
         self.cap = float(processor.final_logit_softcapping or 0.0)
-        processor._get_logits = _raw_when_verifying(processor, processor._get_logits)
+        changes.replace(
+            processor,
+            "_get_logits",
+            _raw_when_verifying(processor, processor._get_logits),
+            why="a verify pass keeps its logits in the head's type, uncapped",
+        )
 
     def greedy(self, logits: Tensor) -> Tensor:
         """Return the token that plain greedy decoding takes after each row, [n] int64."""

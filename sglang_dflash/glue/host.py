@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.config import DFlashConfig
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import changes, compat
 from sglang_dflash.glue.drawn import SampledDrafts
 from sglang_dflash.glue.head import DraftHead, VerifyHead
 from sglang_dflash.glue.metrics import StageClock
@@ -18,6 +18,19 @@ from sglang_dflash.glue.penalties import PenaltyTable
 from sglang_dflash.glue.sampling import RowSampler
 from sglang_dflash.kernels import Noise, Ops
 from sglang_dflash.types import Commit, DraftBlock, DraftContext, TargetOutput
+
+BATCH = changes.Fields(
+    "ScheduleBatch",
+    {
+        "out_cache_loc": "a verify pass writes its block's slots",
+        "seq_lens_cpu": "the host knows bounds of a step's lengths, two blocks ahead",
+        "seq_lens_sum": "the host knows bounds of a step's lengths, two blocks ahead",
+    },
+)
+OUTPUT = changes.Fields(
+    "LogitsProcessorOutput",
+    {"hidden_states": "features are the drafter's, and are dropped when it has read them"},
+)
 
 
 class Engine:
@@ -81,7 +94,9 @@ class Engine:
             for weight, room in zip(weights, self.graph_projected[:, :num_tokens], strict=True):
                 torch.matmul(hidden, weight.T, out=room)
 
-        _end_graphs_with(finish, self.target_runner)
+        _end_graphs_with(
+            finish, self.target_runner, why="verify graphs end in choices and draft KV projections"
+        )
 
     def draft_head_in_graph(self, max_requests: int) -> None:
         """Have captured draft graphs end in the head and its choices, written to `graph_drafts`,
@@ -99,7 +114,7 @@ class Engine:
             room = self.graph_logits[: size * width]
             self.graph_drafts[:, :size], _ = self.draft_head(hidden, self.noise.room(size), room)
 
-        _end_graphs_with(head, self.draft_runner)
+        _end_graphs_with(head, self.draft_runner, why="draft graphs end in the head's choices")
 
     def drafts_of_graph(self, size: int) -> tuple[Tensor, Tensor | None]:
         """Return what `draft_head` would for so many requests, from a graph that ran."""
@@ -174,13 +189,20 @@ class Engine:
         )
 
 
-def _end_graphs_with(tail: Callable[..., None], runner: Any) -> None:
+def _end_graphs_with(tail: Callable[..., None], runner: Any, *, why: str) -> None:
     """Have a runner's captured graphs end in `tail`.
 
     SGLang captures outside of its models' own `no_grad`, and some weights that a tail reads require
     gradients: a tied embedding, for one, is a plain nn.Embedding.
     """
-    runner.capture_tail_hooks.append(torch.no_grad()(tail))
+    changes.append_to(runner, "capture_tail_hooks", torch.no_grad()(tail), why=why)
+
+
+def take_features(output: Any) -> Tensor:
+    """Return what the target captured for the drafter, which the output then no longer holds."""
+    features = output.hidden_states
+    OUTPUT.write(output, hidden_states=None)
+    return features
 
 
 class BatchHost:
@@ -254,9 +276,12 @@ class BatchHost:
             draft_token_num=engine.config.block_size,
             capture_hidden_mode=compat.CaptureHiddenMode.FULL,
         )
-        batch.out_cache_loc = block.slots.flatten()
-        batch.seq_lens_cpu = self._lens_bound
-        batch.seq_lens_sum = int(self._lens_bound.sum())
+        BATCH.write(
+            batch,
+            out_cache_loc=block.slots.flatten(),
+            seq_lens_cpu=self._lens_bound,
+            seq_lens_sum=int(self._lens_bound.sum()),
+        )
         self.verify_batch, _ = verify_input.prepare_for_verify(batch, engine.target_worker)
 
     def verify_block(self, context: DraftContext, block: DraftBlock) -> TargetOutput:
@@ -272,7 +297,7 @@ class BatchHost:
             skip_attn_backend_init=True,
         )
         output = self.target_result.logits_output
-        features, output.hidden_states = output.hidden_states, None
+        features = take_features(output)
         greedy = engine.graph_choices if self.target_result.can_run_cuda_graph else None
         choices, num_correct, self._gain = engine.rows.choose(
             batch,

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sglang_dflash.glue import changes
 from sglang_dflash.kernels import Ops
 
 PRODUCTS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
@@ -74,7 +75,9 @@ class FusedLayer:
         self._original = layer.forward
         # what the layer before has normed already, and the result it was normed from
         self._ready: tuple[Tensor, Tensor] | None = None
-        layer.forward = self.forward
+        changes.replace(
+            layer, "forward", self.forward, why="a verify pass fuses what lies between products"
+        )
 
     def forward(
         self,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import changes, compat
 from sglang_dflash.glue.server_args import read_drafter
 
 
@@ -32,7 +32,12 @@ def budget_draft_kv(original: Any, configurator: Any, kvc: Any) -> None:
     if not kvc.spec_algorithm.is_dflash() or kvc.is_draft_worker:
         return original(configurator, kvc)
     original(configurator, _WithoutSpeculation(kvc))
-    configurator._cell_size += draft_kv_bytes(kvc)
+    changes.replace(
+        configurator,
+        "_cell_size",
+        configurator._cell_size + draft_kv_bytes(kvc),
+        why="a token costs its draft KV, too",
+    )
     return None
 
 

@@ -1,4 +1,4 @@
-"""What SGLang shows of a DFLASH server: Prometheus, the log, and each request's own numbers."""
+"""What SGLang shows of a DFLASH server: Prometheus, the log, /server_info, each request's own."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from typing import Any
 
 import torch
 
+from sglang_dflash.glue import changes
 from sglang_dflash.metrics import AcceptanceAlarm, AcceptanceMeter
 
 logger = logging.getLogger(__name__)
 
 STAGES = ("draft", "verify", "commit")
 FLUSH_S = 1.0
+
+META_INFO = changes.Fields("meta_info", {"dflash": "an answer says how its drafts did"})
+STATE = changes.Fields(
+    "GetInternalStateReqOutput", {"internal_state": "/server_info says what runs and how it does"}
+)
 
 
 class StageClock:
@@ -161,6 +167,22 @@ class Bookkeeping:
             logger.info("DFLASH: %s", window.line())
 
 
+def describe_server(original: Any, scheduler: Any, recv_req: Any) -> Any:
+    """Add what runs, how it does and what is changed in SGLang to /server_info."""
+    state = original(scheduler, recv_req)
+    if scheduler.spec_algorithm.is_dflash():
+        worker = scheduler.draft_worker
+        answer = STATE.edit(state, "internal_state")
+        answer["sglang_dflash"] = {
+            **worker.describe(),
+            "dp_rank": scheduler.ps.dp_rank or 0,
+            "acceptance": worker.book.meter.snapshot(),
+            "alarms": worker.book.alarm.raised,
+            "free_kv_slots": scheduler.token_to_kv_pool_allocator.available_size(),
+        }
+    return state
+
+
 def describe_request(
     original: Any, manager: Any, meta_info: dict[str, Any], recv_obj: Any, i: int
 ) -> None:
@@ -172,10 +194,11 @@ def describe_request(
     steps = meta_info.get("spec_verify_ct", 0)
     if not steps or manager.server_args.speculative_algorithm != "DFLASH":
         return
-    meta_info["dflash"] = {
+    request = {
         "accept_length": (recv_obj.completion_tokens[i] - 1) / steps,
         "verify_steps": steps,
         "drafted_tokens": meta_info["spec_num_proposed_drafts"],
         "accepted_tokens": meta_info["spec_num_correct_drafts"],
         "accepted_histogram": list(meta_info.get("spec_correct_drafts_histogram", ())),
     }
+    META_INFO.put(meta_info, dflash=request)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang_dflash.glue.changes import Hook
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +26,11 @@ def activate() -> None:
         return
     try:
         require_supported_release()
-        from sglang_dflash.glue import cpu
+        from sglang_dflash.glue import changes
+        from sglang_dflash.glue.cpu.install import install_if_cpu
 
-        cpu.install_if_cpu()
-        attach(hooks())
+        install_if_cpu()
+        changes.attach(hooks())
     except Exception as error:
         logger.exception("sglang_dflash could not attach")
         raise SystemExit(
@@ -55,40 +58,41 @@ def require_supported_release() -> None:
         )
 
 
-def hooks() -> dict[str, Callable[..., Any]]:
-    """Return everything we change in SGLang: symbol -> what wraps it."""
+def hooks() -> dict[str, Hook]:
+    """Return the functions of SGLang that we stand around: symbol -> what does, and why.
+
+    What else we change is set on objects, when there are any: `changes.listed()` has it all.
+    """
     from sglang_dflash.glue import features, finish, memory, metrics, sampling, start
+    from sglang_dflash.glue.changes import Hook
 
+    budget = Hook(memory.budget_draft_kv, "the KV budget counts the drafter's bytes")
     return {
-        "create_worker": _create_worker,
-        "resolve_alias": _resolve_alias,
-        "prepare_server_args": start.prepare_or_end,
-        "model_source_paths": start.check_paths_first,
-        "handle_dflash": _handle_dflash,
-        "validate_request": sampling.refuse_in_scheduler,
-        "update_finish_state": finish.finish_and_meter,
-        "configure_capture": features.configure_capture,
-        "row_headroom": memory.row_headroom,
-        "default_pool_init": memory.budget_draft_kv,
-        "swa_pool_init": memory.budget_draft_kv,
-        "internal_state": _internal_state,
-        "run_event_loop": _run_event_loop,
-        "spec_metrics": metrics.describe_request,
+        "create_worker": Hook(_create_worker, "DFLASH runs in our worker"),
+        "resolve_alias": Hook(_resolve_alias, "the drafter is checked before SGLang reads it"),
+        "prepare_server_args": Hook(start.prepare_or_end, "a refusal ends with one sentence"),
+        "model_source_paths": Hook(
+            start.check_paths_first, "SGLang takes a missing folder for a model's name"
+        ),
+        "handle_dflash": Hook(_handle_dflash, "our checks and defaults, not those of SGLang's"),
+        "validate_request": Hook(
+            sampling.refuse_in_scheduler, "only what cannot be served exactly is refused"
+        ),
+        "update_finish_state": Hook(
+            finish.finish_and_meter, "a request ends token by token, and its steps are counted"
+        ),
+        "configure_capture": Hook(
+            features.configure_capture, "some targets capture features under another name"
+        ),
+        "row_headroom": Hook(memory.row_headroom, "a step reserves two blocks of a request's row"),
+        "default_pool_init": budget,
+        "swa_pool_init": budget,
+        "internal_state": Hook(
+            metrics.describe_server, "/server_info says what runs and how it does"
+        ),
+        "run_event_loop": Hook(_run_event_loop, "our worker meets its scheduler"),
+        "spec_metrics": Hook(metrics.describe_request, "an answer says how its drafts did"),
     }
-
-
-def attach(wanted: dict[str, Callable[..., Any]]) -> None:
-    """Apply the hooks now and raise RuntimeError unless every one of them is in place."""
-    from sglang_dflash.glue import compat, release
-
-    registry = compat.HookRegistry
-    for name, hook in wanted.items():
-        registry.register(compat.SYMBOLS[name].dotted, hook, compat.HookType.AROUND)
-    registry.apply_hooks()
-    lost = [name for name in wanted if compat.SYMBOLS[name].dotted not in registry._patched]
-    if lost:
-        raise RuntimeError(f"these hooks did not attach: {', '.join(lost)}")
-    logger.info("sglang_dflash attached to SGLang %s", release.installed())
 
 
 def _create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
@@ -122,18 +126,3 @@ def _run_event_loop(original: Any, scheduler: Any) -> None:
         scheduler.draft_worker.book.publish(scheduler)
         scheduler.draft_worker.updates.meet(scheduler)
     original(scheduler)
-
-
-def _internal_state(original: Any, scheduler: Any, recv_req: Any) -> Any:
-    """Add what runs and how it does to /server_info."""
-    state = original(scheduler, recv_req)
-    if scheduler.spec_algorithm.is_dflash():
-        worker = scheduler.draft_worker
-        state.internal_state["sglang_dflash"] = {
-            **worker.describe(),
-            "dp_rank": scheduler.ps.dp_rank or 0,
-            "acceptance": worker.book.meter.snapshot(),
-            "alarms": worker.book.alarm.raised,
-            "free_kv_slots": scheduler.token_to_kv_pool_allocator.available_size(),
-        }
-    return state

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.glue import compat, grammar
+from sglang_dflash.glue import changes, compat, grammar
 from sglang_dflash.glue.drawn import Chosen, SampledDrafts
 from sglang_dflash.glue.head import VerifyHead
 from sglang_dflash.glue.penalties import PenaltyTable, is_penalised
@@ -24,6 +24,25 @@ from sglang_dflash.kernels import MAX_TOP_K
 from sglang_dflash.types import DraftBlock, DraftContext
 
 PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
+
+OUTPUT = changes.Fields(
+    "LogitsProcessorOutput",
+    {
+        "next_token_logits": "SGLang's sampler reads logits in fp32, capped",
+        "next_token_logprobs": "logprobs of a block have a row for each request",
+    },
+)
+REQ = changes.Fields(
+    "Req",
+    {
+        "output_ids": "a custom processor sees the drafts before its row; taken back after it",
+        "input_embeds": "a refused request runs one more step, without what it was refused for",
+    },
+)
+PARAMS = changes.Fields(
+    "SamplingParams",
+    {"min_p": "a refused request runs one more step, without what it was refused for"},
+)
 
 
 class RowSampler:
@@ -62,7 +81,8 @@ class RowSampler:
             if greedy is None:
                 greedy = self._head.greedy(logits)
             return Chosen(greedy[: shape.numel()].view(shape))
-        logits_output.next_token_logits = logits = self._head.plain(logits)
+        logits = self._head.plain(logits)
+        OUTPUT.write(logits_output, next_token_logits=logits)
         by_row = logits.view(*shape, -1)
         rows = _repeat_rows(info, shape[1])
         self.penalties.apply(by_row, batch.reqs, block.token_ids, context.lens)
@@ -83,7 +103,7 @@ class RowSampler:
         if batch.return_logprob:
             # row k's choice is committed token k wherever token k is committed
             logprobs = logits_output.next_token_logprobs
-            logits_output.next_token_logprobs = logprobs.view(shape)
+            OUTPUT.write(logits_output, next_token_logprobs=logprobs.view(shape))
         return Chosen(choices.view(shape).long())
 
 
@@ -142,12 +162,12 @@ def _run_custom_processors(
             compat.apply_custom_logit_processor(by_row[:, row], info)
             if row + 1 < width:
                 for req, block in zip(reqs, blocks, strict=True):
-                    req.output_ids.append(block[row + 1])
+                    REQ.edit(req, "output_ids").append(block[row + 1])
                 shown += 1
     finally:
         if shown:
             for req in reqs:
-                del req.output_ids[-shown:]
+                del REQ.edit(req, "output_ids")[-shown:]
 
 
 def refuse_request(req: Any, server_args: Any, *, enable_overlap: bool) -> str | None:
@@ -197,6 +217,6 @@ def refuse_in_scheduler(original: Any, req: Any, enable_overlap: bool) -> str | 
     reason = refuse_request(req, server_args, enable_overlap=enable_overlap)
     if reason is not None:
         # SGLang runs an aborted request through one more step, which must not fail on the parameter
-        req.sampling_params.min_p = 0.0
-        req.input_embeds = None
+        PARAMS.write(req.sampling_params, min_p=0.0)
+        REQ.write(req, input_embeds=None)
     return reason

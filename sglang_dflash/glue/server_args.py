@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash import config as cfg
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import changes, compat
 from sglang_dflash.glue.features import delivers_features, refuse_recurrent
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,20 @@ PROMPT_CUTS = {
 
 # what SGLang reserves graph and sampling memory for when the user names no number
 DEFAULT_MAX_RUNNING_REQUESTS = 48
+
+ARGS = changes.Fields(
+    "ServerArgs",
+    {
+        "speculative_num_draft_tokens": "the block size that drafter and user agree on",
+        "speculative_num_steps": "a block is drafted in one step",
+        "speculative_eagle_topk": "a block is one chain",
+        "speculative_draft_attention_backend": "one that can serve this drafter's layers",
+        "speculative_draft_model_quantization": "--quantization is the target's",
+        "max_running_requests": "graphs and buffers need a bound",
+        "min_free_slots_delay": "nobody waits beside an empty slot",
+        "disable_overlap_schedule": "our switches decide on overlap scheduling",
+    },
+)
 
 
 def handle_dflash(server_args: Any) -> None:
@@ -41,26 +55,25 @@ def handle_dflash(server_args: Any) -> None:
     if folder.is_dir():
         cfg.check_features(drafter, folder, target=target)
 
-    server_args.speculative_num_draft_tokens = cfg.resolve_block_size(
-        drafter, _asked_block_size(server_args)
-    )
-    server_args.speculative_num_steps = 1
-    server_args.speculative_eagle_topk = 1
-    server_args.speculative_draft_attention_backend = cfg.check_draft_backend(
+    block_size = cfg.resolve_block_size(drafter, _asked_block_size(server_args))
+    ARGS.write(server_args, speculative_num_draft_tokens=block_size)
+    ARGS.write(server_args, speculative_num_steps=1, speculative_eagle_topk=1)
+    draft_backend = cfg.check_draft_backend(
         drafter, device=_device_type(server_args), backend=_asked_draft_backend(server_args)
     )
+    ARGS.write(server_args, speculative_draft_attention_backend=draft_backend)
     _keep_drafter_unquantised(server_args)
     if server_args.max_running_requests is None:
-        server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+        ARGS.write(server_args, max_running_requests=DEFAULT_MAX_RUNNING_REQUESTS)
         logger.info(
             "DFLASH: --max-running-requests is %d unless you set it.", DEFAULT_MAX_RUNNING_REQUESTS
         )
     if server_args.min_free_slots_delay is None:
         # SGLang leaves up to three slots empty for DFLASH, whose admission it finds dear. Ours is
         # a few launches more than a prefill without it, so nobody waits beside an empty slot
-        server_args.min_free_slots_delay = 1
+        ARGS.write(server_args, min_free_slots_delay=1)
     overlap = _overlap(server_args)
-    server_args.disable_overlap_schedule = not overlap.schedule
+    ARGS.write(server_args, disable_overlap_schedule=not overlap.schedule)
     logger.info(
         "DFLASH: overlap scheduling is %s (%s), the plan stream is %s.",
         "on" if overlap.schedule else "off",
@@ -79,7 +92,7 @@ def _keep_drafter_unquantised(server_args: Any) -> None:
             f"DFLASH serves drafters as they were released, not with "
             f"--speculative-draft-model-quantization {quantised}. Drop it."
         )
-    server_args.speculative_draft_model_quantization = None
+    ARGS.write(server_args, speculative_draft_model_quantization=None)
     logger.info("DFLASH: --quantization %s is the target's; the drafter keeps its own.", quantised)
 
 

@@ -7,10 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import changes, compat
 
 # tokens that a request's windows leave behind before their KV is freed: freeing costs the host time
 FREE_AT_LEAST = 128
+
+BATCH = changes.Fields(
+    "ScheduleBatch",
+    {
+        "seq_lens_cpu": "the host's lengths are those that are committed",
+        "seq_lens_sum": "the host's lengths are those that are committed",
+    },
+)
+REQ = changes.Fields("Req", {"decode_batch_idx": "counts decode steps, as SGLang does elsewhere"})
 
 
 class DFlashState(compat.SpecInput):
@@ -53,7 +62,7 @@ class DFlashState(compat.SpecInput):
             committed.append(req.kv_committed_len)
             allocated.append(req.kv.kv_allocated_len)
             wanted.append(max(req.kv.kv_allocated_len, pages * page_size))
-            req.decode_batch_idx += 1
+            REQ.write(req, decode_batch_idx=req.decode_batch_idx + 1)
         assert max(wanted) <= row_width, (
             f"a block would reach slot-table column {max(wanted)} of {row_width}, "
             "into the next request's row"
@@ -72,8 +81,8 @@ class DFlashState(compat.SpecInput):
             num_needed_tokens=sum(wanted) - sum(allocated),
             batch=batch,
         )
-        batch.seq_lens_cpu = torch.tensor(committed, dtype=torch.int64)
-        batch.seq_lens_sum = sum(committed)
+        seq_lens_cpu = torch.tensor(committed, dtype=torch.int64)
+        BATCH.write(batch, seq_lens_cpu=seq_lens_cpu, seq_lens_sum=sum(committed))
         self.reserved_lens = nxt_cpu.long()
 
     def filter_batch(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import changes, compat
 from sglang_dflash.glue.cpu import products
 from sglang_dflash.glue.layers import fold_router_scales
 
@@ -29,6 +29,15 @@ NOT_FLUSHED = (
     "with KV of the old weights. POST /flush_cache when the server is idle."
 )
 
+SCHEDULER = changes.Fields(
+    "Scheduler",
+    {
+        "last_batch": "an update drops a batch whose requests are all finished",
+        "result_queue": "an update drains the steps of finished requests",
+        "running_batch": "an update drops requests that are finished",
+    },
+)
+
 Update = Callable[[Any], tuple[bool, str]]
 
 
@@ -40,13 +49,32 @@ class TargetUpdates:
         self._scheduler: Any = None
         for source in SOURCES:
             name = f"update_weights_from_{source}"
-            setattr(target_worker, name, self._guarded(getattr(target_worker, name)))
+            changes.replace(
+                target_worker,
+                name,
+                self._guarded(getattr(target_worker, name)),
+                why="an update is refused with a reason, and what was made from weights made anew",
+            )
         join = target_worker.init_weights_update_group
-        target_worker.init_weights_update_group = lambda recv_req: _answer(join, recv_req)
+        changes.replace(
+            target_worker,
+            "init_weights_update_group",
+            lambda recv_req: _answer(join, recv_req),
+            why="a failure is an answer, and does not end the server",
+        )
         self._check = self._runner.check_weights
-        self._runner.check_weights = self._check_target
-        # nothing could load what SGLang's checker resets there
-        draft_runner.check_weights = lambda **_asked: None
+        changes.replace(
+            self._runner,
+            "check_weights",
+            self._check_target,
+            why="what was made from weights is made anew after a check",
+        )
+        changes.replace(
+            draft_runner,
+            "check_weights",
+            lambda **_asked: None,
+            why="nothing could load what SGLang's checker resets in the drafter",
+        )
 
     def meet(self, scheduler: Any) -> None:
         """Know who has requests and a cache."""
@@ -101,13 +129,14 @@ class TargetUpdates:
         batches = [b for b in (scheduler.running_batch, scheduler.last_batch) if b is not None]
         in_batches = [req for batch in batches for req in batch.reqs]
         if scheduler.chunked_req is None and all(req.finished() for req in in_batches):
-            results = scheduler.result_queue if scheduler.enable_overlap else ()
+            results = SCHEDULER.edit(scheduler, "result_queue") if scheduler.enable_overlap else ()
             while results:
                 scheduler.process_batch_result(*results.popleft())
-            scheduler.last_batch = None
-            scheduler.running_batch.filter_batch()
+            SCHEDULER.write(scheduler, last_batch=None)
+            running = SCHEDULER.edit(scheduler, "running_batch")
+            running.filter_batch()
             # SGLang resets it only where it filters itself, and admits nobody until then
-            scheduler.running_batch.batch_is_full = False
+            running.batch_is_full = False
 
     def _attempt(self, update: Update, recv_req: Any) -> str | None:
         """Update, and return why it failed, if it did."""

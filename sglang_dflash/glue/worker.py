@@ -16,11 +16,11 @@ from sglang_dflash import kernels
 from sglang_dflash.accept import Simulation
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.config import DFlashConfig
-from sglang_dflash.glue import compat, release
+from sglang_dflash.glue import changes, compat, release
 from sglang_dflash.glue.attention import install_verify_attention, plan_in_graph
 from sglang_dflash.glue.draft_model import DFlashDraftModel
 from sglang_dflash.glue.finish import keep_books_in
-from sglang_dflash.glue.host import BatchHost, Engine
+from sglang_dflash.glue.host import BatchHost, Engine, take_features
 from sglang_dflash.glue.layers import install_fused_layers
 from sglang_dflash.glue.metrics import Bookkeeping
 from sglang_dflash.glue.noise import StepNoise
@@ -34,6 +34,18 @@ from sglang_dflash.types import DraftContext
 logger = logging.getLogger(__name__)
 
 FLASH_BACKENDS = ("fa3", "fa4")
+
+BATCH = changes.Fields(
+    "ScheduleBatch",
+    {"input_embeds": "SGLang brings embeddings of some requests, and a prefill needs them all"},
+)
+RESULT = changes.Fields(
+    "GenerationBatchResult",
+    {
+        "new_seq_lens": "a prefill's result has what the next step begins with",
+        "next_draft_input": "a prefill's result has what the next step begins with",
+    },
+)
 
 
 class DFlashWorker(compat.BaseSpecWorker):
@@ -55,7 +67,13 @@ class DFlashWorker(compat.BaseSpecWorker):
         alarm = AcceptanceAlarm.from_environment(os.environ, self.config.block_size)
         self.book = Bookkeeping(self.config.block_size, device_type, alarm)
         keep_books_in(self.book)
-        compat.ModelRegistry.models["DFlashDraftModel"] = DFlashDraftModel
+        changes.enter(
+            compat.ModelRegistry,
+            "models",
+            "DFlashDraftModel",
+            DFlashDraftModel,
+            why="drafters load as our model",
+        )
         bundle = compat.build_draft_tp_worker(
             server_args=server_args,
             gpu_id=gpu_id,
@@ -157,15 +175,15 @@ class DFlashWorker(compat.BaseSpecWorker):
 
     def _prefill(self, batch: Any, on_publish: Callable[[Tensor], None] | None) -> Any:
         if batch.input_embeds is not None:
-            batch.input_embeds = embed_all(batch, self.model_runner.model.get_input_embeddings())
+            embeds = embed_all(batch, self.model_runner.model.get_input_embeddings())
+            BATCH.write(batch, input_embeds=embeds)
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=compat.CaptureHiddenMode.FULL
         )
-        result.new_seq_lens = batch.seq_lens
+        RESULT.write(result, new_seq_lens=batch.seq_lens)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
-        output = result.logits_output
-        features, output.hidden_states = output.hidden_states, None
+        features = take_features(result.logits_output)
         positions = torch.cat(
             [
                 torch.arange(start, start + length)
@@ -182,7 +200,8 @@ class DFlashWorker(compat.BaseSpecWorker):
         if not info.is_all_greedy:
             self.engine.noise.start(batch.req_pool_indices, info.temperatures.flatten())
         self.engine.rows.penalties.start(batch.reqs, result.next_token_ids)
-        result.next_draft_input = DFlashState(result.next_token_ids.long(), batch.seq_lens)
+        state = DFlashState(result.next_token_ids.long(), batch.seq_lens)
+        RESULT.write(result, next_draft_input=state)
         return result
 
     def _decode(self, batch: Any, host: BatchHost) -> Any:

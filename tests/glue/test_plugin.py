@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dflash.glue import compat, plugin, release
+from sglang_dflash.glue import changes, compat, plugin, release
 from sglang_dflash.glue.worker import DFlashWorker
 
 
@@ -46,7 +46,8 @@ def test_hook_that_does_not_attach_ends_the_process(monkeypatch: pytest.MonkeyPa
     """SGLang logs a failed hook and goes on; we must not."""
     gone = compat.Symbol("srt.speculative.spec_info", "no_such_function")
     monkeypatch.setitem(compat.SYMBOLS, "gone", gone)
-    monkeypatch.setattr(plugin, "hooks", lambda: {"gone": lambda original: None})
+    hook = changes.Hook(lambda original: None, "a test")
+    monkeypatch.setattr(plugin, "hooks", lambda: {"gone": hook})
     with pytest.raises(SystemExit, match="these hooks did not attach: gone.*Nothing was served"):
         plugin.activate()
 

@@ -6,14 +6,18 @@ from typing import Any
 
 from torch import Tensor
 
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import changes, compat
+from sglang_dflash.glue.changes import Hook
 
 
 def install() -> None:
     """Let experts run on a CPU with any activation, and Gemma 4's router with its scale."""
-    from sglang_dflash.glue.plugin import attach
-
-    attach({"unquantized_experts": _run_in_torch, "gemma4_norm": _norm_with_folded_scale})
+    changes.attach(
+        {
+            "unquantized_experts": Hook(_run_in_torch, "experts take any activation"),
+            "gemma4_norm": Hook(_norm_with_folded_scale, "a router's norm has its folded scale"),
+        }
+    )
 
 
 def _run_in_torch(original: Any, method: Any, layer: Any, dispatch_output: Any) -> Any:

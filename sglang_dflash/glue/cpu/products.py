@@ -14,18 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import changes, compat
 
 # elements; a smaller weight is not worth a copy
 MIN_WEIGHT = 1 << 16
 HAS_MKL = torch.backends.mkl.is_available()
 
+WEIGHT = changes.Fields(
+    "weights of a CPU server", {"packed_for_blocks": "a copy laid out for products of a block"}
+)
+
 
 def install() -> None:
     """Have SGLang's linear layers and its head multiply blocks so."""
-    from sglang_dflash.glue.plugin import attach
-
-    attach({"unquantized_linear": _linear, "compute_lm_head": _head})
+    why = "a block's rows multiply with weights laid out for them"
+    changes.attach(
+        {
+            "unquantized_linear": changes.Hook(_linear, why),
+            "compute_lm_head": changes.Hook(_head, why),
+        }
+    )
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -40,7 +48,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | 
     packed = getattr(weight, "packed_for_blocks", None)
     if packed is None:
         packed = _reorder(weight.detach(), rows)
-        weight.packed_for_blocks = packed  # type: ignore[attr-defined]
+        WEIGHT.write(weight, packed_for_blocks=packed)
     x = x.contiguous()
     if HAS_MKL:
         return torch.ops.mkl._mkl_linear(x, packed, weight, bias, rows)
@@ -51,7 +59,7 @@ def forget_packed(model: torch.nn.Module) -> None:
     """Drop the copies of a model's weights, for these are about to differ or do already."""
     for weight in model.parameters():
         if hasattr(weight, "packed_for_blocks"):
-            del weight.packed_for_blocks
+            WEIGHT.delete(weight, "packed_for_blocks")
 
 
 def _reorder(weight: Tensor, rows: int | None) -> Tensor:

@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import changes
+from sglang_dflash.glue.changes import Hook
 
 WORD = 0xFFFFFFFF
 
 
 def install() -> None:
     """Let --enable-deterministic-inference and xgrammar run on a CPU."""
-    from sglang_dflash.glue.plugin import attach
-
-    compat.add_deterministic_choices(["torch_native"])
-    compat.add_radix_deterministic_choices(["torch_native"])
-    attach(
+    why = "deterministic inference runs on a CPU"
+    changes.register("add_deterministic_choices", ["torch_native"], why=why)
+    changes.register("add_radix_deterministic_choices", ["torch_native"], why=why)
+    changes.attach(
         {
-            "batch_invariant_mode": _skip_batch_invariant_mode,
-            "murmur_hash32": _murmur_hash32,
-            "allocate_token_bitmask": _allocate_token_bitmask,
-            "apply_vocab_mask": _apply_vocab_mask,
+            "batch_invariant_mode": Hook(_skip_batch_invariant_mode, "its kernels need a GPU"),
+            "murmur_hash32": Hook(_murmur_hash32, "seeded noise in torch"),
+            "allocate_token_bitmask": Hook(_allocate_token_bitmask, "no pinned memory on a CPU"),
+            "apply_vocab_mask": Hook(_apply_vocab_mask, "grammar masks in torch"),
         }
     )
 

@@ -1,0 +1,152 @@
+"""Everything we change in SGLang is changed here, and listed with its reason.
+
+- `attach` puts hooks around SGLang's functions, in every process that it starts.
+- `replace`, `replaced`, `append_to`, `enter` and `register` change one object, once: a method, a
+  size, a table.
+- `Fields` are what our code writes while arguments are resolved and steps run. They are declared
+  when a module is imported, so that the list is the same before and after the first request.
+
+`listed()` is the list. No other file in glue/ may assign to an object of SGLang; a test reads the
+source and says where one does. What kernels write into SGLang's tensors is data, and not listed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from sglang_dflash.glue import compat, release
+
+logger = logging.getLogger(__name__)
+
+
+class Change(NamedTuple):
+    """What is no longer SGLang's own, and why."""
+
+    target: str
+    name: str
+    why: str
+
+
+class Hook(NamedTuple):
+    """A function that stands around one of SGLang's, which it gets as its first argument."""
+
+    function: Callable[..., Any]
+    why: str
+
+
+# how many objects each change was made to
+_made: dict[Change, int] = {}
+
+
+def attach(hooks: Mapping[str, Hook]) -> None:
+    """Apply hooks, by symbol, now; raise RuntimeError unless every one of them is in place."""
+    registry = compat.HookRegistry
+    for name, hook in hooks.items():
+        registry.register(compat.SYMBOLS[name].dotted, hook.function, compat.HookType.AROUND)
+    registry.apply_hooks()
+    lost = [name for name in hooks if compat.SYMBOLS[name].dotted not in registry._patched]
+    if lost:
+        raise RuntimeError(f"these hooks did not attach: {', '.join(lost)}")
+    for name, hook in hooks.items():
+        target, _, attribute = compat.SYMBOLS[name].dotted.rpartition(".")
+        _made[Change(target, attribute, hook.why)] = 1
+    logger.info("sglang_dflash attached to SGLang %s", release.installed())
+
+
+def replace(owner: Any, name: str, value: Any, *, why: str) -> None:
+    """Set an attribute of one object."""
+    _count(owner, name, why)
+    setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any, *, why: str) -> Iterator[None]:
+    """Hide an attribute of one object inside, past any `__setattr__` of its class."""
+    _count(owner, name, why)
+    vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        del vars(owner)[name]
+
+
+def append_to(owner: Any, name: str, item: Any, *, why: str) -> None:
+    """Append to a list of one object."""
+    _count(owner, name, why)
+    getattr(owner, name).append(item)
+
+
+def register(name: str, *arguments: Any, why: str) -> Any:
+    """Call one of SGLang's own functions that add to a table of its; return what it returns."""
+    target, _, function = compat.SYMBOLS[name].dotted.rpartition(".")
+    _made[Change(target, f"{function}{arguments}", why)] = 1
+    return getattr(compat, name)(*arguments)
+
+
+def enter(table: Any, name: str, key: str, value: Any, *, why: str) -> None:
+    """Add to a dict of one object that has no function for it."""
+    _made[Change(_name_of(table), f"{name}[{key!r}]", why)] = 1
+    getattr(table, name)[key] = value
+
+
+class Fields:
+    """Fields of SGLang's objects that our code writes: name -> why."""
+
+    def __init__(self, target: str, reasons: Mapping[str, str]) -> None:
+        self.target = target
+        self.names = frozenset(reasons)
+        for name, why in reasons.items():
+            _made[Change(target, name, why)] = 1
+
+    def write(self, owner: Any, **values: Any) -> None:
+        """Set attributes."""
+        for name, value in values.items():
+            setattr(owner, self._declared(name), value)
+
+    def delete(self, owner: Any, name: str) -> None:
+        """Delete an attribute."""
+        delattr(owner, self._declared(name))
+
+    def put(self, owner: dict[str, Any], **values: Any) -> None:
+        """Set keys of a dict."""
+        for name, value in values.items():
+            owner[self._declared(name)] = value
+
+    def edit(self, owner: Any, name: str) -> Any:
+        """Hand out a list, dict or array of an object, to be changed in place."""
+        return getattr(owner, self._declared(name))
+
+    def _declared(self, name: str) -> str:
+        assert name in self.names, f"{self.target}.{name} is not declared in {sorted(self.names)}"
+        return name
+
+
+def listed() -> list[dict[str, Any]]:
+    """Return every change so far, equal ones of several objects as one with their number."""
+    return [
+        change._asdict() if count == 1 else {**change._asdict(), "count": count}
+        for change, count in sorted(_made.items())
+    ]
+
+
+def log() -> None:
+    """Say how much is changed, and at debug level what."""
+    logger.info(
+        "sglang_dflash changes SGLang in %d places: /server_info lists them under "
+        "sglang_dflash.changes, and so does the log at level debug.",
+        len(_made),
+    )
+    for change, count in sorted(_made.items()):
+        logger.debug("%s.%s (%d): %s", change.target, change.name, count, change.why)
+
+
+def _count(owner: Any, name: str, why: str) -> None:
+    change = Change(_name_of(owner), name, why)
+    _made[change] = _made.get(change, 0) + 1
+
+
+def _name_of(owner: Any) -> str:
+    return owner.__name__ if isinstance(owner, type) else type(owner).__name__

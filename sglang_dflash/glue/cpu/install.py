@@ -1,0 +1,97 @@
+"""What the plug-in does to SGLang in CPU mode."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import Any
+
+from sglang_dflash.glue import changes
+from sglang_dflash.glue.changes import Hook
+
+
+def is_cpu_mode() -> bool:
+    """Tell whether this process was started for a CPU."""
+    return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
+
+
+def install_if_cpu() -> None:
+    """In CPU mode, give SGLang attention, products, experts and sampling; lift two checks."""
+    if not is_cpu_mode():
+        return
+    from sglang_dflash.glue.cpu import experts, products, sampling
+    from sglang_dflash.glue.cpu.attention import CpuAttention
+
+    attention = changes.register(
+        "register_attention_backend", "torch_native", why="SGLang's own attends to no blocks"
+    )
+    attention(CpuAttention)
+    experts.install()
+    products.install()
+    sampling.install()
+    _let_tensors_meet_streams()
+    changes.attach(
+        {
+            "model_specific_adjustments": Hook(
+                _accept_torch_native, "Gemma 4 may have a backend that needs no GPU"
+            ),
+            "update_intermediate_size": Hook(
+                _skip_absent_size, "a size that the model does not have is not padded"
+            ),
+            "set_envs_and_config": Hook(_fork_children, "children inherit what is imported"),
+            "init_cpu_threads": Hook(_leave_threads_alone, "OpenMP places its threads"),
+        }
+    )
+
+
+def _let_tensors_meet_streams() -> None:
+    """torch has streams for a CPU, which do nothing, but its tensors refuse to be seen by one."""
+    import torch
+
+    changes.replace(
+        torch.Tensor,
+        "record_stream",
+        lambda tensor, stream: None,
+        why="streams of a CPU do nothing",
+    )
+
+
+def _fork_children(original: Any, server_args: Any) -> None:
+    """Let SGLang's processes inherit what is imported: a spawned one spends ten seconds on it.
+
+    Only while there is one thread, as with OMP_NUM_THREADS=1: others would be missing in a child.
+    """
+    original(server_args)
+    if len(os.listdir("/proc/self/task")) == 1:
+        multiprocessing.set_start_method("fork", force=True)
+
+
+def _leave_threads_alone(_original: Any, **_settings: Any) -> None:
+    """Let OpenMP place its threads, as SGLang does on most CPUs: on an Arm one it would call a
+    kernel that the package index has no build of."""
+
+
+def _accept_torch_native(original: Any, server_args: Any) -> None:
+    """Let Gemma 4 pass its backend check, which lists GPU backends only."""
+    resolved = server_args._resolved_attention_backends
+
+    def as_triton() -> tuple[str, ...]:
+        return tuple("triton" if name == "torch_native" else name for name in resolved())
+
+    with changes.replaced(
+        server_args,
+        "_resolved_attention_backends",
+        as_triton,
+        why="a check that lists GPU backends only takes ours for one of them",
+    ):
+        original(server_args)
+
+
+def _skip_absent_size(
+    original: Any, model_config: Any, attr_name: str, intermediate_padding_size: int
+) -> Any:
+    """Leave alone a size that the model does not have (dense Gemma 4: moe_intermediate_size)."""
+    for config in (model_config.hf_config, getattr(model_config.hf_config, "text_config", None)):
+        if config is not None and getattr(config, attr_name, 0) is None:
+            return model_config
+    return original(model_config, attr_name, intermediate_padding_size)
