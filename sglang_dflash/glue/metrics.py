@@ -179,6 +179,7 @@ def describe_server(original: Any, scheduler: Any, recv_req: Any) -> Any:
             "acceptance": worker.book.meter.snapshot(),
             "alarms": worker.book.alarm.raised,
             "free_kv_slots": scheduler.token_to_kv_pool_allocator.available_size(),
+            "changes": changes.listed(),
         }
     return state
 

@@ -123,6 +123,9 @@ def _handle_dflash(original: Any, server_args: Any) -> None:
 def _run_event_loop(original: Any, scheduler: Any) -> None:
     """Tell our worker who has the requests and publishes, once everything is in place."""
     if scheduler.spec_algorithm.is_dflash():
+        from sglang_dflash.glue import changes
+
+        changes.log()
         scheduler.draft_worker.book.publish(scheduler)
         scheduler.draft_worker.updates.meet(scheduler)
     original(scheduler)
