@@ -106,22 +106,22 @@ def shrink_graph_buffers(backend: Any) -> None:
     )
 
 
-def plan_in_graph(backend: Any) -> None:
+def plan_in_graph(draft_backend: Any) -> None:
     """Record what a FlashAttention backend does before each replay of a draft graph into the graph.
 
     Lengths and page table are half a dozen launches, and all they read are the graph's own inputs
     and the slot table. The target's graphs must not do this: from their start on the scheduler may
     write the slot table.
     """
-    plan = backend.init_forward_metadata_out_graph
+    plan = draft_backend.init_forward_metadata_out_graph
 
     def before_graph(forward_batch: Any, in_capture: bool = False) -> None:
         if in_capture:
             plan(forward_batch, in_capture=True)
 
     why = "a draft graph plans its attention itself, at no cost to the host"
-    changes.replace(backend, "init_forward_metadata_out_graph", before_graph, why=why)
-    changes.replace(backend, "init_forward_metadata_in_graph", plan, why=why)
+    changes.replace(draft_backend, "init_forward_metadata_out_graph", before_graph, why=why)
+    changes.replace(draft_backend, "init_forward_metadata_in_graph", plan, why=why)
 
 
 class VerifyBackend:

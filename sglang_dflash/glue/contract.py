@@ -10,20 +10,36 @@ from dataclasses import dataclass
 from typing import Any
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Return the words of a text, as the tables write many names."""
+    return tuple(text.split())
+
+
 @dataclass(frozen=True)
 class Symbol:
     """A name in SGLang, and what of it we rely on."""
 
     module: str
     attr: str
-    # parameters, or fields of a dataclass
+    # parameters that we name, or fields of a dataclass
     uses: tuple[str, ...] = ()
-    # what an instance of the class has: methods, properties, and what its methods assign to self
+    # what an instance of the class has: methods, properties, fields, and what is assigned to self
     attributes: tuple[str, ...] = ()
+    # the first parameters, in order: we pass them by position
+    order: tuple[str, ...] = ()
+    # all parameters, in order: SGLang passes them to what stands in for the name
+    takes: tuple[str, ...] | None = None
+    # calls in the source, written as `ast.unparse` does: SGLang calls us so
+    calls: tuple[str, ...] = ()
 
     @property
     def dotted(self) -> str:
         return f"sglang.{self.module}.{self.attr}"
+
+    @property
+    def known(self) -> set[str]:
+        """Every name that the contract has of it."""
+        return {*self.uses, *self.attributes, *self.order, *(self.takes or ())}
 
     def resolve(self) -> Any:
         found = importlib.import_module(f"sglang.{self.module}")
@@ -37,11 +53,31 @@ class Symbol:
         Raise ImportError or AttributeError if the name itself is gone.
         """
         found = self.resolve()
-        lost = [name for name in self.uses if name not in _names_of(found)]
+        lost = []
+        if self.uses:
+            has = _names_of(found)
+            lost += [name for name in self.uses if name not in has]
         if self.attributes:
             has = _attributes_of(found)
             lost += [name for name in self.attributes if name not in has]
+        if self.order:
+            given = _parameters_of(found)[: len(self.order)]
+            if given != self.order:
+                lost.append(f"the order ({', '.join(self.order)}): it has ({', '.join(given)})")
+        if self.takes is not None:
+            given = _parameters_of(found)
+            if given != self.takes:
+                wanted = ", ".join(self.takes)
+                lost.append(f"the parameters ({wanted}): it has ({', '.join(given)})")
+        if self.calls:
+            made = _calls_of(found)
+            lost += [f"the call {call}" for call in self.calls if call not in made]
         return lost
+
+
+def _parameters_of(found: Any) -> tuple[str, ...]:
+    parameters = tuple(inspect.signature(found).parameters)
+    return parameters[1:] if parameters[:1] in (("self",), ("cls",)) else parameters
 
 
 def _names_of(found: Any) -> set[str]:
@@ -54,18 +90,31 @@ def _names_of(found: Any) -> set[str]:
 def _attributes_of(found: type) -> set[str]:
     names = set(dir(found)) | set(getattr(found, "__dataclass_fields__", ()))
     for kind in inspect.getmro(found):
+        # dir() of an enumeration leaves its methods out
+        names |= {*vars(kind), *vars(kind).get("__annotations__", ())}
         # classes without source assign nothing that we use
         if kind.__module__.startswith("sglang."):
-            names |= _assigned_to_self(textwrap.dedent(inspect.getsource(kind)))
+            names |= _assigned_to_self(_tree_of(kind))
     return names
 
 
-def _assigned_to_self(source: str) -> set[str]:
-    return {
-        node.attr
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    }
+def _assigned_to_self(tree: ast.AST) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="self"), attr="register_buffer"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                found.add(name)
+    return found
+
+
+def _calls_of(found: Any) -> set[str]:
+    return {ast.unparse(node) for node in ast.walk(_tree_of(found)) if isinstance(node, ast.Call)}
+
+
+def _tree_of(found: Any) -> ast.AST:
+    return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(found))))

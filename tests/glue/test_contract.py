@@ -1,10 +1,11 @@
-"""What we take from SGLang exists in the installed release, as we use it, and is used."""
+"""What we take from SGLang exists in the installed release, as we use it."""
 
 from __future__ import annotations
 
 import pytest
 
 from sglang_dflash.glue import compat, release
+from sglang_dflash.glue.contract import Symbol
 from sglang_dflash.testing.server import ROOT
 
 
@@ -14,9 +15,9 @@ def test_installed_release_keeps_the_contract() -> None:
 
 
 def test_contract_lists_what_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = compat.Symbol("srt.speculative.spec_info", "SpeculativeAlgorithm.create_workers")
-    lost = compat.Symbol("srt.layers.layernorm", "RMSNorm", ("epsilon_of_old",))
-    moved = compat.Symbol("srt.no_such_module", "Thing")
+    gone = Symbol("srt.speculative.spec_info", "SpeculativeAlgorithm.create_workers")
+    lost = Symbol("srt.layers.layernorm", "RMSNorm", ("epsilon_of_old",))
+    moved = Symbol("srt.no_such_module", "Thing")
     monkeypatch.setattr(compat, "SYMBOLS", {"a": gone, "b": lost, "c": moved})
     lines = compat.broken()
     assert len(lines) == 3
@@ -30,13 +31,13 @@ def test_contract_lists_what_moved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_contract_lists_attributes_that_were_renamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read by getattr with a default, a new name would mean wrong slots in silence."""
-    pool = compat.Symbol(
+    pool = Symbol(
         "srt.mem_cache.swa_memory_pool",
         "SWAKVPool",
         # assigned, a method, neither
         attributes=("full_to_swa_index_mapping", "register_mapping", "full_to_window_mapping"),
     )
-    inherited = compat.Symbol(
+    inherited = Symbol(
         "srt.layers.vocab_parallel_embedding",
         "ParallelLMHead",
         attributes=("shard_indices", "weight_loader", "shards"),
@@ -48,48 +49,51 @@ def test_contract_lists_attributes_that_were_renamed(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_every_symbol_of_the_contract_is_used() -> None:
-    """A symbol that nobody uses would pin SGLang for no reason."""
-    text = "".join(
-        path.read_text()
-        for path in (ROOT / "sglang_dflash" / "glue").rglob("*.py")
-        if path.name != "compat.py"
-    )
-    called_through_objects = {
-        "target_forward",
-        "prepare_for_verify",
-        "maybe_evict_swa",
-        "evict_swa",
-        "Sampler_forward",
-        "SamplingBatchInfo",
-        "ServerArgs",
-        "resolved_backends",
-        "triton_forward_extend",
-        "triton_verify_buffers",
-        "triton_graph_state",
-        "flash_plan_in_graph",
-        "gemma4_layer",
-        "get_logits",
-        "compute_lm_head",
-        "ShardIndices",
-        "update_disk",
-        "update_tensor",
-        "update_distributed",
-        "update_ipc",
-        "is_fully_idle",
-        "flush_cache",
-        "process_batch_result",
-        "filter_batch",
-        "fuse_scale",
+def test_contract_lists_parameters_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passed by position, a parameter that moved would get another one's value."""
+    module = "srt.layers.attention.triton_backend"
+    name = "TritonAttnBackend._update_target_verify_buffers"
+    as_it_is = ("bs", "seq_lens", "req_pool_indices", "spec_info")
+    as_it_was = ("bs", "seq_lens", "spec_info", "req_pool_indices")
+    symbols = {
+        "a": Symbol(module, name, order=as_it_is[:3], takes=as_it_is),
+        "b": Symbol(module, name, as_it_was, order=as_it_was[:3]),
+        "c": Symbol(module, name, takes=as_it_is[:3]),
     }
-    unused = [
-        name
-        for name in compat.SYMBOLS
-        if f"compat.{name}" not in text
-        and f'"{name}"' not in text
-        and name not in called_through_objects
+    monkeypatch.setattr(compat, "SYMBOLS", symbols)
+    assert compat.broken() == [
+        f"b: sglang.{module}.{name} lost the order (bs, seq_lens, spec_info): it has "
+        "(bs, seq_lens, req_pool_indices)",
+        f"c: sglang.{module}.{name} lost the parameters (bs, seq_lens, req_pool_indices): it has "
+        "(bs, seq_lens, req_pool_indices, spec_info)",
     ]
-    assert unused == []
+
+
+def test_contract_lists_calls_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "srt.model_executor.runner.decode_cuda_graph_runner"
+    kept = "capture_hook(self, out, forward_batch, num_tokens)"
+    runner = Symbol(module, "DecodeCudaGraphRunner", calls=(kept, "capture_hook(out)"))
+    monkeypatch.setattr(compat, "SYMBOLS", {"a": runner})
+    assert compat.broken() == [
+        f"a: sglang.{module}.DecodeCudaGraphRunner lost the call capture_hook(out)"
+    ]
+
+
+def test_contract_knows_fields_methods_and_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a dataclass, a struct, an enumeration, a module with buffers, a named tuple."""
+    found = {
+        "a": Symbol(
+            "srt.model_executor.model_runner", "ModelRunnerOutput", attributes=("logits_output",)
+        ),
+        "b": Symbol("srt.sampling.sampling_params", "SamplingParams", attributes=("min_p",)),
+        "c": Symbol(
+            "srt.speculative.spec_info", "SpeculativeAlgorithm", attributes=("is_dflash", "NONE")
+        ),
+        "d": Symbol("srt.models.gemma4_causal", "Gemma4DecoderLayer", attributes=("layer_scalar",)),
+        "e": Symbol("srt.constrained.base_grammar_backend", "GrammarMask", attributes=("grammar",)),
+    }
+    monkeypatch.setattr(compat, "SYMBOLS", found)
+    assert compat.broken() == []
 
 
 def test_unknown_symbol_is_an_attribute_error() -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_dflash.glue import changes, compat, plugin, release
+from sglang_dflash.glue.contract import Symbol
 from sglang_dflash.glue.worker import DFlashWorker
 
 
@@ -44,7 +45,7 @@ def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_hook_that_does_not_attach_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang logs a failed hook and goes on; we must not."""
-    gone = compat.Symbol("srt.speculative.spec_info", "no_such_function")
+    gone = Symbol("srt.speculative.spec_info", "no_such_function")
     monkeypatch.setitem(compat.SYMBOLS, "gone", gone)
     hook = changes.Hook(lambda original: None, "a test")
     monkeypatch.setattr(plugin, "hooks", lambda: {"gone": hook})

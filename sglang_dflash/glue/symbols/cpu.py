@@ -1,0 +1,81 @@
+"""What `glue/cpu` stands in for."""
+
+from __future__ import annotations
+
+from sglang_dflash.glue.contract import Symbol, names
+
+SYMBOLS: dict[str, Symbol] = {
+    # sampling
+    "add_deterministic_choices": Symbol(
+        "srt.server_args", "add_deterministic_attention_backend_choices", order=("choices",)
+    ),
+    "add_radix_deterministic_choices": Symbol(
+        "srt.server_args",
+        "add_radix_supported_deterministic_attention_backend_choices",
+        order=("choices",),
+    ),
+    "batch_invariant_mode": Symbol(
+        "srt.model_executor.model_runner", "ModelRunner.maybe_enable_batch_invariant_mode", takes=()
+    ),
+    "murmur_hash32": Symbol(
+        "srt.layers.sampler", "murmur_hash32", takes=names("seed positions col_indices")
+    ),
+    "allocate_token_bitmask": Symbol(
+        "srt.constrained.xgrammar_backend",
+        "_allocate_token_bitmask",
+        takes=names("vocab_size batch_size"),
+    ),
+    "apply_vocab_mask": Symbol(
+        "srt.constrained.xgrammar_backend",
+        "XGrammarGrammar.apply_vocab_mask",
+        takes=names("logits vocab_mask"),
+    ),
+    # products and experts
+    "unquantized_linear": Symbol(
+        "srt.layers.quantization.unquant",
+        "UnquantizedLinearMethod.apply",
+        takes=names("layer x bias"),
+    ),
+    "unquantized_experts": Symbol(
+        "srt.layers.quantization.unquant",
+        "UnquantizedFusedMoEMethod.forward_native",
+        takes=names("layer dispatch_output"),
+    ),
+    "UnquantizedFusedMoEMethod": Symbol(
+        "srt.layers.quantization.unquant",
+        "UnquantizedFusedMoEMethod",
+        attributes=("moe_runner_config",),
+    ),
+    "StandardDispatchOutput": Symbol(
+        "srt.layers.moe.token_dispatcher",
+        "StandardDispatchOutput",
+        attributes=names("hidden_states topk_output"),
+    ),
+    "moe_forward_native": Symbol(
+        "srt.layers.moe.fused_moe_native",
+        "moe_forward_native",
+        order=names("layer x topk_output moe_runner_config"),
+    ),
+    "StandardCombineInput": Symbol(
+        "srt.layers.moe.token_dispatcher", "StandardCombineInput", ("hidden_states",)
+    ),
+    "gemma4_norm": Symbol("srt.layers.layernorm", "Gemma4RMSNorm.forward_native", takes=("x",)),
+    # attention
+    "AttentionBackend": Symbol("srt.layers.attention.base_attn_backend", "AttentionBackend"),
+    "register_attention_backend": Symbol(
+        "srt.layers.attention.attention_registry", "register_attention_backend", order=("name",)
+    ),
+    "model_specific_adjustments": Symbol(
+        "srt.server_args", "ServerArgs._handle_model_specific_adjustments", takes=()
+    ),
+    # processes and sizes
+    "set_envs_and_config": Symbol(
+        "srt.entrypoints.engine", "_set_envs_and_config", takes=("server_args",)
+    ),
+    "init_cpu_threads": Symbol("srt.distributed.bootstrap", "_init_cpu_threads_env"),
+    "update_intermediate_size": Symbol(
+        "srt.configs.update_config",
+        "update_intermediate_size",
+        takes=names("model_config attr_name intermediate_padding_size"),
+    ),
+}

@@ -1,0 +1,214 @@
+"""The drafter's layers, and what we replace in a target's: attention, layers, head."""
+
+from __future__ import annotations
+
+from sglang_dflash.glue.contract import Symbol, names
+
+SYMBOLS: dict[str, Symbol] = {
+    # draft model
+    "ModelRegistry": Symbol("srt.models.registry", "ModelRegistry"),
+    "ModelRegistry_kind": Symbol(
+        "srt.models.registry", "_ModelRegistry", attributes=names("models resolve_model_cls")
+    ),
+    "default_weight_loader": Symbol(
+        "srt.model_loader.weight_utils",
+        "default_weight_loader",
+        order=names("param loaded_weight"),
+    ),
+    "RMSNorm": Symbol(
+        "srt.layers.layernorm",
+        "RMSNorm",
+        ("eps",),
+        attributes=names("weight variance_epsilon"),
+        order=("hidden_size",),
+    ),
+    "SiluAndMul": Symbol("srt.layers.activation", "SiluAndMul"),
+    "QKVParallelLinear": Symbol(
+        "srt.layers.linear",
+        "QKVParallelLinear",
+        names("hidden_size head_size total_num_heads total_num_kv_heads bias quant_config prefix"),
+    ),
+    "RowParallelLinear": Symbol(
+        "srt.layers.linear",
+        "RowParallelLinear",
+        names("bias quant_config prefix"),
+        attributes=names("quant_method tp_size"),
+        order=names("input_size output_size"),
+    ),
+    "MergedColumnParallelLinear": Symbol(
+        "srt.layers.linear",
+        "MergedColumnParallelLinear",
+        names("bias quant_config prefix"),
+        attributes=names("quant_method tp_size"),
+        order=names("input_size output_sizes"),
+    ),
+    "get_rope": Symbol(
+        "srt.layers.rotary_embedding",
+        "get_rope",
+        names("rotary_dim max_position base rope_scaling"),
+        order=("head_size",),
+    ),
+    "RotaryEmbedding": Symbol(
+        "srt.layers.rotary_embedding.base", "RotaryEmbedding", attributes=("cos_sin_cache",)
+    ),
+    "rotary_forward": Symbol(
+        "srt.layers.rotary_embedding.base",
+        "RotaryEmbedding.forward_native",
+        order=names("positions query key"),
+    ),
+    "RadixAttention": Symbol(
+        "srt.layers.radix_attention",
+        "RadixAttention",
+        names("""num_heads head_dim scaling num_kv_heads layer_id sliding_window_size attn_type"""),
+        attributes=names(
+            """attn_type is_cross_attention k_scale k_scale_float layer_id logit_cap
+            logit_capping_method qk_head_dim scaling sliding_window_size tp_k_head_num
+            tp_q_head_num v_head_dim v_scale v_scale_float xai_temperature_len"""
+        ),
+    ),
+    "attend": Symbol(
+        "srt.layers.radix_attention",
+        "RadixAttention.forward",
+        order=names("q k v forward_batch"),
+    ),
+    "AttentionType": Symbol(
+        "srt.layers.radix_attention",
+        "AttentionType",
+        attributes=names("DECODER DECODER_BIDIRECTIONAL ENCODER_ONLY"),
+    ),
+    # attention
+    "TritonAttnBackend": Symbol(
+        "srt.layers.attention.triton_backend",
+        "TritonAttnBackend",
+        # read to choose a kernel, or written to where nobody would miss them
+        attributes=names(
+            """enable_deterministic dcp_size _translate_kv_loc use_sliding_window_kv_pool
+            cuda_graph_swa_out_cache_loc _verify_mask allow_bidirectional_attention_in_extend
+            cuda_graph_kv_indices cuda_graph_window_kv_indices cuda_graph_window_kv_offsets device
+            forward_extend forward_metadata init_cuda_graph_state kv_indptr qo_indptr req_to_token
+            sliding_window_size token_to_kv_pool window_kv_indptr"""
+        ),
+    ),
+    "TritonMetadata": Symbol(
+        "srt.layers.attention.triton_backend",
+        "ForwardMetadata",
+        attributes=names(
+            "kv_indices kv_indptr swa_out_cache_loc window_kv_indices window_kv_indptr"
+        ),
+    ),
+    "logit_capping_mod": Symbol(
+        "srt.layers.attention.triton_backend",
+        "logit_capping_mod",
+        order=names("logit_capping_method logit_cap"),
+    ),
+    "triton_forward_extend": Symbol(
+        "srt.layers.attention.triton_backend",
+        "TritonAttnBackend.forward_extend",
+        order=names("q k v layer forward_batch save_kv_cache"),
+    ),
+    "triton_verify_buffers": Symbol(
+        "srt.layers.attention.triton_backend",
+        "TritonAttnBackend._update_target_verify_buffers",
+        takes=names("bs seq_lens req_pool_indices spec_info"),
+    ),
+    "triton_graph_state": Symbol(
+        "srt.layers.attention.triton_backend",
+        "TritonAttnBackend.init_cuda_graph_state",
+        order=names("max_bs max_num_tokens"),
+    ),
+    "FlashAttentionBackend": Symbol(
+        "srt.layers.attention.flashattention_backend", "FlashAttentionBackend"
+    ),
+    "flash_plan_in_graph": Symbol(
+        "srt.layers.attention.flashattention_backend",
+        "FlashAttentionBackend.init_forward_metadata_in_graph",
+        takes=("forward_batch",),
+    ),
+    "flash_plan_out_graph": Symbol(
+        "srt.layers.attention.flashattention_backend",
+        "FlashAttentionBackend.init_forward_metadata_out_graph",
+        takes=names("forward_batch in_capture"),
+    ),
+    # layers
+    "Gemma4DecoderLayer": Symbol(
+        "srt.models.gemma4_causal",
+        "Gemma4DecoderLayer",
+        attributes=names(
+            """enable_moe_block has_ple input_layernorm layer_scalar mlp moe
+            post_attention_layernorm post_feedforward_layernorm post_feedforward_layernorm_1
+            post_feedforward_layernorm_2 pre_feedforward_layernorm pre_feedforward_layernorm_2
+            router self_attn"""
+        ),
+    ),
+    "gemma4_layer": Symbol(
+        "srt.models.gemma4_causal",
+        "Gemma4DecoderLayer.forward",
+        order=names("positions hidden_states per_layer_input forward_batch"),
+    ),
+    "Gemma4Attention": Symbol(
+        "srt.models.gemma4_causal",
+        "Gemma4Attention",
+        attributes=names(
+            """attn head_dim is_kv_shared_layer k_norm num_heads num_kv_heads o_proj q_norm qkv_proj
+            rotary_emb v_norm"""
+        ),
+    ),
+    "Gemma4MLP": Symbol(
+        "srt.models.gemma4_causal",
+        "Gemma4MLP",
+        attributes=names("act_fn down_proj gate_up_proj"),
+    ),
+    "Gemma4Router": Symbol(
+        "srt.models.gemma4_causal",
+        "Gemma4Router",
+        attributes=names("_scale_fused fuse_scale norm proj"),
+    ),
+    "Gemma4MoE": Symbol(
+        "srt.models.gemma4_causal",
+        "Gemma4MoE.forward",
+        order=names("hidden_states router_logits"),
+    ),
+    "Gemma4RMSNorm": Symbol(
+        "srt.layers.layernorm",
+        "Gemma4RMSNorm",
+        attributes=names("eps scale_shift weight with_scale"),
+    ),
+    # head
+    "LogitsProcessor": Symbol(
+        "srt.layers.logits_processor",
+        "LogitsProcessor",
+        attributes=names(
+            """_compute_lm_head _gather_attn_tp_logits _get_logits _logits_gatherer
+            do_tensor_parallel_all_gather do_tensor_parallel_all_gather_dp_attn
+            final_logit_softcapping logit_scale use_attn_tp_group use_fp32_lm_head vocab_size"""
+        ),
+    ),
+    "LogitsMetadata": Symbol(
+        "srt.layers.logits_processor", "LogitsMetadata", attributes=("forward_mode",)
+    ),
+    "get_logits": Symbol(
+        "srt.layers.logits_processor",
+        "LogitsProcessor._get_logits",
+        order=names("hidden_states lm_head logits_metadata embedding_bias"),
+    ),
+    "compute_lm_head": Symbol(
+        "srt.layers.logits_processor",
+        "LogitsProcessor._compute_lm_head",
+        takes=names("hidden_states lm_head embedding_bias"),
+    ),
+    "VocabParallelEmbedding": Symbol(
+        "srt.layers.vocab_parallel_embedding",
+        "VocabParallelEmbedding",
+        attributes=names("shard_indices quant_method"),
+    ),
+    "ShardIndices": Symbol(
+        "srt.layers.vocab_parallel_embedding",
+        "VocabParallelEmbeddingShardIndices",
+        attributes=names("org_vocab_start_index num_org_elements"),
+    ),
+    "fused_softcap": Symbol(
+        "srt.layers.logits_processor",
+        "fused_softcap",
+        order=names("full_logits final_logit_softcapping"),
+    ),
+}

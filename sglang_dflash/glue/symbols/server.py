@@ -1,0 +1,226 @@
+"""The plug-in, a server's arguments, its scheduler and its requests."""
+
+from __future__ import annotations
+
+from sglang_dflash.glue.contract import Symbol, names
+
+# the server arguments that we read or set
+SERVER_ARGS = """
+    device pp_size page_size disaggregation_mode enable_mixed_chunk max_running_requests
+    disable_overlap_schedule speculative_draft_model_path speculative_draft_model_revision
+    speculative_num_draft_tokens speculative_num_steps speculative_eagle_topk
+    speculative_dflash_block_size speculative_draft_window_size
+    speculative_draft_attention_backend speculative_draft_model_quantization
+    speculative_accept_threshold_single speculative_accept_threshold_acc
+    json_model_override_args trust_remote_code skip_tokenizer_init sampling_backend
+    cuda_graph_max_bs_decode disable_prefill_cuda_graph enable_torch_compile enable_pdmux
+    dcp_size enable_hierarchical_cache enable_memory_saver
+    speculative_algorithm quantization min_free_slots_delay model_path host port attention_backend
+    chunked_prefill_size enable_deterministic_inference enable_dp_attention grammar_backend
+    decode_log_interval
+"""
+
+SYMBOLS: dict[str, Symbol] = {
+    # plug-in and arguments
+    "HookRegistry": Symbol(
+        "srt.plugins.hook_registry",
+        "HookRegistry",
+        attributes=names("register apply_hooks _patched"),
+    ),
+    "register_hook": Symbol(
+        "srt.plugins.hook_registry",
+        "HookRegistry.register",
+        order=names("target hook hook_type"),
+    ),
+    "HookType": Symbol("srt.plugins.hook_registry", "HookType", attributes=("AROUND",)),
+    "ServerArgs": Symbol(
+        "srt.server_args",
+        "ServerArgs",
+        tuple(SERVER_ARGS.split()),
+        attributes=names("get_model_config _resolved_attention_backends"),
+    ),
+    "Engine": Symbol("srt.entrypoints.engine", "Engine", attributes=names("generate shutdown")),
+    "resolved_view": Symbol("srt.arg_groups.overrides", "resolved_view", order=("server_args",)),
+    "attention_backends_of": Symbol(
+        "srt.arg_groups.overrides", "attention_backends_of", order=("cfg",)
+    ),
+    "get_config": Symbol(
+        "srt.utils.hf_transformers_utils",
+        "get_config",
+        names("trust_remote_code revision model_override_args"),
+        order=("model",),
+    ),
+    "get_rope_config": Symbol(
+        "srt.utils.hf_transformers_utils", "get_rope_config", order=("config",)
+    ),
+    "mambaish_config": Symbol(
+        "srt.configs.hybrid_arch", "mambaish_config", order=("model_config",)
+    ),
+    "get_linear_attn_config": Symbol(
+        "srt.configs.linear_attn_model_registry", "get_linear_attn_config", order=("hf_config",)
+    ),
+    "ModelConfig": Symbol(
+        "srt.configs.model_config",
+        "ModelConfig",
+        attributes=names("hf_config model_path context_len vocab_size dtype"),
+    ),
+    "get_server_args": Symbol("srt.runtime_context", "get_server_args"),
+    "get_parallel": Symbol("srt.runtime_context", "get_parallel"),
+    "ParallelContext": Symbol(
+        "srt.runtime_context", "ParallelContext", attributes=names("tp_size attn_tp_size")
+    ),
+    # what the plug-in hooks
+    "create_worker": Symbol(
+        "srt.speculative.spec_info", "SpeculativeAlgorithm.create_worker", takes=("server_args",)
+    ),
+    "prepare_server_args": Symbol("srt.server_args", "prepare_server_args", takes=("argv",)),
+    "model_source_paths": Symbol(
+        "srt.server_args", "ServerArgs._handle_model_source_paths", takes=()
+    ),
+    "handle_dflash": Symbol(
+        "srt.arg_groups.speculative_hook", "_handle_dflash", takes=("server_args",)
+    ),
+    "resolve_alias": Symbol(
+        "srt.arg_groups.speculative_hook",
+        "_resolve_speculative_algorithm_alias",
+        order=("speculative_algorithm",),
+    ),
+    "validate_request": Symbol(
+        "srt.speculative.dflash_utils",
+        "validate_dflash_request",
+        takes=names("req enable_overlap"),
+    ),
+    "update_finish_state": Symbol(
+        "srt.managers.schedule_batch", "Req.update_finish_state", takes=("new_accepted_len",)
+    ),
+    "row_headroom": Symbol(
+        "srt.mem_cache.allocation_sizing",
+        "get_req_to_token_extra_context_len",
+        takes=("server_args",),
+    ),
+    "configure_capture": Symbol(
+        "srt.model_executor.model_runner_components.attention_backend_setup",
+        "configure_aux_hidden_state_capture",
+        names("model dflash_use_aux_hidden_state dflash_target_layer_ids"),
+    ),
+    "default_pool_init": Symbol(
+        "srt.model_executor.pool_configurator", "DefaultPoolConfigurator.__init__", takes=("kvc",)
+    ),
+    "swa_pool_init": Symbol(
+        "srt.model_executor.pool_configurator", "HybridSWAPoolConfigurator.__init__", takes=("kvc",)
+    ),
+    "internal_state": Symbol(
+        "srt.managers.scheduler", "Scheduler.get_internal_state", takes=("recv_req",)
+    ),
+    "run_event_loop": Symbol("srt.managers.scheduler", "Scheduler.run_event_loop", takes=()),
+    "spec_metrics": Symbol(
+        "srt.managers.tokenizer_manager",
+        "TokenizerManager._calculate_spec_decoding_metrics",
+        takes=names("meta_info recv_obj i"),
+    ),
+    # what they get: the scheduler, requests, pools to size, answers
+    "Scheduler": Symbol(
+        "srt.managers.scheduler",
+        "Scheduler",
+        attributes=names(
+            """chunked_req draft_worker enable_overlap last_batch metrics_collector metrics_reporter ps
+            result_queue running_batch server_args spec_algorithm token_to_kv_pool_allocator
+            is_fully_idle flush_cache process_batch_result"""
+        ),
+    ),
+    "flush_cache": Symbol("srt.managers.scheduler", "Scheduler.flush_cache", ("empty_cache",)),
+    "process_batch_result": Symbol(
+        "srt.managers.scheduler", "Scheduler.process_batch_result", order=names("batch result")
+    ),
+    "ParallelState": Symbol(
+        "srt.distributed.parallel_state_wrapper",
+        "ParallelState",
+        attributes=names("dp_rank pp_rank"),
+    ),
+    "MetricsReporter": Symbol(
+        "srt.managers.scheduler_components.metrics_reporter",
+        "SchedulerMetricsReporter",
+        attributes=names("current_scheduler_metrics_enabled is_stats_logging_rank"),
+    ),
+    "MetricsCollector": Symbol(
+        "srt.observability.metrics_collector", "SchedulerMetricsCollector", attributes=("labels",)
+    ),
+    "TokenizerManager": Symbol(
+        "srt.managers.tokenizer_manager", "TokenizerManager", attributes=("server_args",)
+    ),
+    "GetInternalStateReqOutput": Symbol(
+        "srt.managers.io_struct", "GetInternalStateReqOutput", attributes=("internal_state",)
+    ),
+    "answers": Symbol(
+        "srt.managers.io_struct", "BatchTokenIDOutput", attributes=("completion_tokens",)
+    ),
+    "answers_of_text": Symbol(
+        "srt.managers.io_struct", "BatchStrOutput", attributes=("completion_tokens",)
+    ),
+    "Req": Symbol(
+        "srt.managers.schedule_batch",
+        "Req",
+        attributes=names(
+            """custom_logit_processor decode_batch_idx finished finished_len grammar input_embeds kv
+            kv_committed_len origin_input_ids output_ids req_pool_idx return_hidden_states
+            sampling_params seqlen spec_num_correct_drafts spec_correct_drafts_histogram
+            spec_verify_ct to_finish tokenizer update_spec_correct_drafts_histogram"""
+        ),
+    ),
+    "count_correct_drafts": Symbol(
+        "srt.managers.schedule_batch",
+        "Req.update_spec_correct_drafts_histogram",
+        order=("num_correct_drafts",),
+    ),
+    "ReqKvInfo": Symbol(
+        "srt.managers.schedule_batch",
+        "ReqKvInfo",
+        attributes=names("kv_allocated_len swa_evicted_seqlen"),
+    ),
+    "SamplingParams": Symbol(
+        "srt.sampling.sampling_params",
+        "SamplingParams",
+        attributes=names(
+            """ebnf frequency_penalty json_schema min_new_tokens min_p presence_penalty regex
+            repetition_penalty stop_token_ids structural_tag top_k top_p"""
+        ),
+    ),
+    "KVCacheConfigurator": Symbol(
+        "srt.mem_cache.kv_cache_configurator",
+        "KVCacheConfigurator",
+        attributes=names("is_draft_worker kv_cache_dtype model_dtype server_args spec_algorithm"),
+    ),
+    "DefaultPoolConfigurator": Symbol(
+        "srt.model_executor.pool_configurator",
+        "DefaultPoolConfigurator",
+        attributes=("_cell_size",),
+    ),
+    "HybridSWAPoolConfigurator": Symbol(
+        "srt.model_executor.pool_configurator",
+        "HybridSWAPoolConfigurator",
+        attributes=("_cell_size",),
+    ),
+    # updates of weights
+    **{
+        f"update_{source}": Symbol(
+            "srt.managers.tp_worker",
+            f"TpModelWorker.update_weights_from_{source}",
+            takes=("recv_req",),
+        )
+        for source in ("disk", "tensor", "distributed", "ipc")
+    },
+    "join_update_group": Symbol(
+        "srt.managers.tp_worker", "TpModelWorker.init_weights_update_group", takes=("recv_req",)
+    ),
+    **{
+        f"request_{source}": Symbol(
+            "srt.managers.io_struct", kind, attributes=names("flush_cache torch_empty_cache")
+        )
+        for source, kind in (
+            ("disk", "UpdateWeightFromDiskReqInput"),
+            ("tensor", "UpdateWeightsFromTensorReqInput"),
+            ("distributed", "UpdateWeightsFromDistributedReqInput"),
+            ("ipc", "UpdateWeightsFromIPCReqInput"),
+        )
+    },
+}

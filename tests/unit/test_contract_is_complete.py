@@ -1,0 +1,295 @@
+"""Whatever glue/ reads through an object of SGLang is in the contract, under the object's class.
+
+An attribute that is not there could be renamed by a release, and `compat.broken()` would not say.
+OBJECTS tells by its name what an object is. A parameter that is annotated `Any` comes from SGLang,
+so that its name has to be there, or in OTHERS with what it is instead.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_dflash.glue.symbols import SYMBOLS
+from sglang_dflash.testing.server import ROOT
+
+GLUE = ROOT / "sglang_dflash" / "glue"
+SOURCES = [
+    path
+    for path in sorted(GLUE.rglob("*.py"))
+    if GLUE / "cpu" / "path" not in path.parents and path.name not in ("changes.py", "contract.py")
+]
+RUNNER = ("ModelRunner",)
+WORKER = ("TpModelWorker",)
+POOLS = ("MHATokenToKVPool", "SWAKVPool")
+UPDATES = ("request_disk", "request_tensor", "request_distributed", "request_ipc")
+
+# an expression, in all files or in one -> symbols; several where it is one of several classes
+OBJECTS: dict[str, tuple[str, ...]] = {
+    "algorithm": ("SpeculativeAlgorithm",),
+    "args": ("ServerArgs",),
+    "backend": ("TritonAttnBackend",),
+    "self._backend": ("TritonAttnBackend",),
+    "backend.token_to_kv_pool": POOLS,
+    "self._backend.token_to_kv_pool": ("SWAKVPool",),
+    "batch": ("ScheduleBatch",),
+    "batch.forward_mode": ("ForwardMode",),
+    "batch.req_to_token_pool": ("ReqToTokenPool",),
+    "batch.sampling_info": ("SamplingBatchInfo",),
+    "batch.token_to_kv_pool_allocator": ("allocator",),
+    "batch.tree_cache": ("BasePrefixCache", "SWAChunkCache", "SWARadixCache"),
+    "bundle": ("DraftWorkerBundle",),
+    "collector": ("MetricsCollector",),
+    "compat.AttentionType": ("AttentionType",),
+    "compat.CaptureHiddenMode": ("CaptureHiddenMode",),
+    "compat.ForwardMode": ("ForwardMode",),
+    "compat.ModelRegistry": ("ModelRegistry_kind",),
+    "compat.SpecInputType": ("SpecInputType",),
+    "compat.SpeculativeAlgorithm": ("SpeculativeAlgorithm",),
+    "compat.get_parallel()": ("ParallelContext",),
+    "compat.get_server_args()": ("ServerArgs",),
+    "compat.resolved_view(server_args)": ("ServerArgs",),
+    "configurator": ("DefaultPoolConfigurator", "HybridSWAPoolConfigurator"),
+    "dispatch_output": ("StandardDispatchOutput",),
+    "draft_backend": ("FlashAttentionBackend",),
+    "draft_runner": RUNNER,
+    "engine.draft_runner": RUNNER,
+    "engine.target_worker": WORKER,
+    "offline.py:engine": ("Engine",),
+    "forward_batch": ("ForwardBatch",),
+    "forward_batch.forward_mode": ("ForwardMode",),
+    "forward_batch.spec_info": ("DFlashVerifyInput",),
+    "grammar.py:grammar": ("BaseGrammarObject",),
+    "group": ("GroupCoordinator",),
+    "self._group": ("GroupCoordinator",),
+    "host.target_result": ("GenerationBatchResult",),
+    "info": ("SamplingBatchInfo",),
+    "attention.py:kind": ("AttentionType",),
+    "draft_model.py:kind": ("AttentionType",),
+    "kvc": ("KVCacheConfigurator",),
+    "kvc.spec_algorithm": ("SpeculativeAlgorithm",),
+    "attention.py:layer": ("RadixAttention",),
+    "cpu/attention.py:layer": ("RadixAttention",),
+    "layers.py:layer": ("Gemma4DecoderLayer",),
+    "layers.py:self._layer": ("Gemma4DecoderLayer",),
+    "layers.py:layer.router": ("Gemma4Router",),
+    "layers.py:layer.post_attention_layernorm": ("RMSNorm",),
+    "layers.py:layer.post_feedforward_layernorm": ("RMSNorm",),
+    "layers.py:attention": ("Gemma4Attention",),
+    "layers.py:own": ("Gemma4Attention",),
+    "layers.py:own.q_norm": ("Gemma4RMSNorm",),
+    "layers.py:own.k_norm": ("Gemma4RMSNorm",),
+    "layers.py:own.rotary_emb": ("RotaryEmbedding",),
+    "layers.py:attention.v_norm": ("Gemma4RMSNorm",),
+    "layers.py:norm": ("Gemma4RMSNorm",),
+    "layers.py:mlp": ("Gemma4MLP",),
+    "layers.py:module": ("Gemma4Router", "RowParallelLinear"),
+    "cpu/experts.py:norm": ("Gemma4RMSNorm",),
+    "cpu/experts.py:method": ("UnquantizedFusedMoEMethod",),
+    "logits_output": ("LogitsProcessorOutput",),
+    "host.py:output": ("LogitsProcessorOutput",),
+    "result.logits_output": ("LogitsProcessorOutput",),
+    "attention.py:m": ("RadixAttention",),
+    "manager": ("TokenizerManager",),
+    "manager.server_args": ("ServerArgs",),
+    "sampling.py:mask": ("GrammarMask",),
+    "attention.py:metadata": ("TritonMetadata",),
+    "head.py:metadata": ("LogitsMetadata",),
+    "metadata.forward_mode": ("ForwardMode",),
+    "cpu/attention.py:mode": ("ForwardMode",),
+    "model_config": ("ModelConfig",),
+    "server_args.py:target_config": ("ModelConfig",),
+    "model_runner": RUNNER,
+    "params": ("SamplingParams",),
+    "penalties.py:p": ("SamplingParams",),
+    "req.sampling_params": ("SamplingParams",),
+    "pool": POOLS,
+    "processor": ("LogitsProcessor",),
+    "recv_obj": ("answers", "answers_of_text"),
+    "recv_req": UPDATES,
+    "reporter": ("MetricsReporter",),
+    "req": ("Req",),
+    "req.grammar": ("BaseGrammarObject",),
+    "req.kv": ("ReqKvInfo",),
+    "req_to_token_pool": ("ReqToTokenPool",),
+    "host.py:result": ("ModelRunnerOutput",),
+    "worker.py:result": ("GenerationBatchResult",),
+    "attention.py:runner": RUNNER,
+    "host.py:runner": ("DecodeCudaGraphRunner",),
+    "scheduler": ("Scheduler",),
+    "scheduler.ps": ("ParallelState",),
+    "scheduler.server_args": ("ServerArgs",),
+    "scheduler.spec_algorithm": ("SpeculativeAlgorithm",),
+    "scheduler.token_to_kv_pool_allocator": ("allocator",),
+    "self._engine.target_runner": RUNNER,
+    "self._engine.target_runner.req_to_token_pool": ("ReqToTokenPool",),
+    "self._runner": RUNNER,
+    "self._scheduler": ("Scheduler",),
+    "self._target_worker": WORKER,
+    "self.draft_runner": RUNNER,
+    "self.engine.draft_runner": RUNNER,
+    "self.model_runner": RUNNER,
+    "self.req_to_token_pool": ("ReqToTokenPool",),
+    "self.target_result": ("GenerationBatchResult",),
+    "self.target_runner": RUNNER,
+    "self.target_runner.model_config": ("ModelConfig",),
+    "self.token_to_kv_pool": POOLS,
+    "server_args": ("ServerArgs",),
+    "server_args.get_model_config()": ("ModelConfig",),
+    "shard": ("ShardIndices",),
+    "head.py:head": ("VocabParallelEmbedding",),
+    "target_worker": WORKER,
+    "target_worker.model_runner": RUNNER,
+    "verify_input": ("DFlashVerifyInput",),
+}
+# what a torch module has; weights are made by quantisation methods
+OF_TORCH = {"bias", "get_submodule", "weight"}
+# entries that are used without their name
+ALSO_USED = {
+    "GetInternalStateReqOutput": "handed out by `Fields.edit`",
+    "Gemma4MoE": "a layer's `moe`, called by position",
+    "rotary_forward": "a drafter's `rotary_emb`, called by position",
+    "update_disk": "replaced by their common name",
+    "update_distributed": "replaced by their common name",
+    "update_tensor": "replaced by their common name",
+    "update_ipc": "replaced by their common name",
+}
+# parameters that SGLang's objects do not come by
+OTHERS = {
+    "attention": "our VerifyAttention, or a layer of our drafter",
+    "config": "a model's own config",
+    "host": "our BatchHost",
+    "lm_head": "any head that a model has; checked when it is taken",
+    "linear": "a linear layer; its weight is made by its quantisation method",
+    "model": "any module; what it has is asked of it",
+    "original": "what a hook stands around",
+    "param": "a torch parameter",
+    "target_model": "any model; what it has is asked of it",
+    "doctor.py:target_config": "a model's own config",
+    "text": "a model's own config",
+    "tokenizer": "a tokenizer of transformers",
+    "unusual": "keywords, which are ours to count",
+    "weight": "a tensor",
+    "cpu/products.py:layer": "a linear layer; its weight is made by its quantisation method",
+}
+
+
+def objects_in(tree: ast.AST, file: str) -> Iterator[tuple[ast.Attribute, tuple[str, ...]]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            text = ast.unparse(node.value)
+            symbols = OBJECTS.get(f"{file}:{text}") or OBJECTS.get(text)
+            if symbols is not None:
+                yield node, symbols
+
+
+def known(name: str) -> set[str]:
+    """Return what the contract has of a class: its entry, and those of its methods."""
+    kind = SYMBOLS[name]
+    methods = {
+        symbol.attr.removeprefix(f"{kind.attr}.")
+        for symbol in SYMBOLS.values()
+        if symbol.module == kind.module and symbol.attr.startswith(f"{kind.attr}.")
+    }
+    return kind.known | methods
+
+
+def unknown_accesses(source: str, file: str) -> list[str]:
+    return [
+        f"{node.lineno}: {ast.unparse(node)} is not in {' or '.join(symbols)}"
+        for node, symbols in objects_in(ast.parse(source), file)
+        if node.attr not in OF_TORCH and not any(node.attr in known(name) for name in symbols)
+    ]
+
+
+def unknown_parameters(source: str, file: str) -> list[str]:
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        read = {
+            node.value.id
+            for node in ast.walk(function)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        }
+        arguments = (*function.args.args, *function.args.kwonlyargs)
+        found += [
+            f"{function.lineno}: {argument.arg} of {function.name}"
+            for argument in arguments
+            if argument.annotation is not None
+            and ast.unparse(argument.annotation) == "Any"
+            and argument.arg in read
+            and not {argument.arg, f"{file}:{argument.arg}"} & (OBJECTS.keys() | OTHERS.keys())
+        ]
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(GLUE)))
+def test_what_is_read_through_objects_is_in_the_contract(path: Path) -> None:
+    file = str(path.relative_to(GLUE))
+    assert unknown_accesses(path.read_text(), file) == [], "add it to its class in glue/symbols/"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(GLUE)))
+def test_every_object_of_sglang_has_a_class(path: Path) -> None:
+    file = str(path.relative_to(GLUE))
+    assert unknown_parameters(path.read_text(), file) == [], "name its class in OBJECTS"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(GLUE)))
+def test_what_is_written_to_objects_is_in_the_contract(path: Path) -> None:
+    """A field that SGLang no longer reads would be written in vain."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(attr="Fields"),
+                args=[ast.Constant(value=str(target)), ast.Dict(keys=keys)],
+            ) if target in SYMBOLS:
+                written = {key.value for key in keys if isinstance(key, ast.Constant)}
+                assert written <= known(target), f"{target} in {path.name}"
+
+
+def test_a_seeded_access_is_found() -> None:
+    source = "def f(batch: Any, thing: Any) -> None:\n    batch.req_lens\n    thing.size"
+    assert unknown_accesses(source, "x.py") == ["2: batch.req_lens is not in ScheduleBatch"]
+    assert unknown_parameters(source, "x.py") == ["1: thing of f"]
+
+
+def test_the_tables_hold_nothing_that_is_gone() -> None:
+    """An entry that nobody reads would hide the next one of its name."""
+    used = set()
+    for path in SOURCES:
+        file = str(path.relative_to(GLUE))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                used |= {ast.unparse(node.value), f"{file}:{ast.unparse(node.value)}"}
+            elif isinstance(node, ast.arg):
+                used |= {node.arg, f"{file}:{node.arg}"}
+    assert (OBJECTS.keys() | OTHERS.keys()) - used == set()
+    named = {name for names in OBJECTS.values() for name in names}
+    assert named <= SYMBOLS.keys()
+
+
+def test_every_symbol_of_the_contract_is_used() -> None:
+    """A symbol that nobody uses would pin SGLang for no reason."""
+    text = "".join(
+        path.read_text()
+        for path in (*SOURCES, GLUE / "changes.py")
+        if GLUE / "symbols" not in path.parents
+    )
+    named = {name for names in OBJECTS.values() for name in names}
+
+    def is_used(name: str) -> bool:
+        method = SYMBOLS[name].attr.rpartition(".")
+        return (
+            f"compat.{name}" in text
+            or f'"{name}"' in text
+            or name in named
+            or (method[1] == "." and (f".{method[2]}" in text or f'"{method[2]}"' in text))
+            or name in ALSO_USED
+        )
+
+    assert [name for name in SYMBOLS if not is_used(name)] == []
