@@ -13,6 +13,11 @@ from sglang_dflash.testing.server import ROOT
 PACKAGE = ROOT / "sglang_dflash"
 STAND_INS = PACKAGE / "glue" / "cpu" / "path"
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if STAND_INS not in path.parents)
+GLUE = [
+    path
+    for path in SOURCES
+    if PACKAGE / "glue" in path.parents and path != PACKAGE / "glue" / "__init__.py"
+]
 
 PROGRAMS = sorted(
     path for folder in ("benchmarks", "launch", "tests") for path in (ROOT / folder).rglob("*.py")
@@ -64,6 +69,28 @@ ALLOWED = {
         "train",
     },
 }
+# glue/ in layers: a file imports files of earlier layers only, in functions, too
+GLUE_LAYERS = (
+    # SGLang by name, and the list of what is changed in it
+    {"contract", "release"},
+    {"symbols.server", "symbols.step", "symbols.models", "symbols.cpu"},
+    {"symbols"},
+    {"compat"},
+    {"changes"},
+    # one subject each
+    {"cpu", "drawn", "features", "grammar", "metrics", "penalties", "start", "state"},
+    {"cpu.attention", "cpu.experts", "cpu.products", "cpu.sampling"},
+    {"attention", "draft_model", "finish", "layers", "server_args"},
+    {"head", "memory", "updates"},
+    # a step, from its rows to the worker
+    {"sampling"},
+    {"noise"},
+    {"host"},
+    {"worker"},
+    # what starts everything, and the commands
+    {"cpu.install", "doctor", "offline"},
+    {"plugin", "serve"},
+)
 # "about 400" in the design
 MAX_MODULE_LINES = 420
 MAX_PROGRAM_LINES = 400
@@ -93,6 +120,33 @@ def part_of(parts: Sequence[str]) -> str:
 
 def parts(path: Path) -> tuple[str, ...]:
     return path.relative_to(PACKAGE).with_suffix("").parts
+
+
+def module_of(path: Path) -> str:
+    parts = ["sglang_dflash", *path.relative_to(PACKAGE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in SOURCES}
+
+
+def modules_of(names: set[str]) -> set[str]:
+    """Return the modules that an import of these names runs; of packages only the one named."""
+    return {
+        name if name in MODULES else name.rpartition(".")[0]
+        for name in names
+        if name in MODULES or name.rpartition(".")[0] in MODULES
+    }
+
+
+def circles(imports: dict[str, set[str]]) -> set[str]:
+    """Return the modules that import themselves, through whichever others."""
+    reached = {name: set(found) for name, found in imports.items()}
+    for middle in imports:
+        for found in reached.values():
+            if middle in found:
+                found |= reached[middle]
+    return {name for name, found in reached.items() if name in found}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -154,3 +208,24 @@ def test_only_the_start_of_a_training_run_sees_its_arguments() -> None:
 
 def test_the_table_names_only_parts_that_exist() -> None:
     assert set(ALLOWED) <= {part_of(parts(path)) for path in SOURCES}
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """In a circle nobody can be read, tested or loaded without all the others."""
+    imports = {name: modules_of(imports_of(path)) for name, path in MODULES.items()}
+    assert circles(imports) == set()
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("path", GLUE, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_glue_imports_earlier_layers_only(path: Path) -> None:
+    layer = {name: i for i, names in enumerate(GLUE_LAYERS) for name in names}
+    own = module_of(path).removeprefix("sglang_dflash.glue.")
+    assert own in layer, "add it to GLUE_LAYERS"
+    for name in modules_of(imports_of(path)):
+        used = name.removeprefix("sglang_dflash.glue.")
+        if used != name:
+            assert layer[used] < layer[own], f"{own} imports {used}, which is not below it"
