@@ -152,6 +152,32 @@ def test_low_acceptance_raises_one_alarm_with_its_cause(
     assert scrape(measured)["alarms_total"] == before + 1
 
 
+def test_server_info_lists_what_is_changed_in_sglang(
+    measured: Server, prompts: list[list[int]]
+) -> None:
+    """Hooks, replaced methods, tables and fields, whether or not a request has come by them."""
+    before = measured.state()["sglang_dflash"]["changes"]
+    run(measured, prompts, ["right4"], ignore_eos=True)
+    assert measured.state()["sglang_dflash"]["changes"] == before
+    reasons = {f"{change['target'].split('.')[-1]}.{change['name']}": change for change in before}
+    for name in (
+        "SpeculativeAlgorithm.create_worker",
+        "UnquantizedLinearMethod.apply",
+        "TpModelWorker.update_weights_from_disk",
+        "_ModelRegistry.models['DFlashDraftModel']",
+        "DefaultPoolConfigurator._cell_size",
+        "ServerArgs.speculative_num_steps",
+        "Req.output_ids",
+        "meta_info.dflash",
+    ):
+        assert reasons[name]["why"]
+    # the ends of verify graphs and of draft graphs
+    tails = [change for change in before if change["name"] == "capture_tail_hooks"]
+    assert len(tails) == 2
+    count = re.search(r"sglang_dflash changes SGLang in (\d+) places", measured.log())
+    assert count is not None and int(count[1]) == len(before)
+
+
 def test_acceptance_is_reachable_through_the_openai_client(measured: Server) -> None:
     chat = measured.client.chat.completions.create(
         model="tiny",

@@ -6,7 +6,6 @@ import pytest
 
 from sglang_dflash.glue import compat, release
 from sglang_dflash.glue.contract import Symbol
-from sglang_dflash.testing.server import ROOT
 
 
 def test_installed_release_keeps_the_contract() -> None:
