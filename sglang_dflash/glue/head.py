@@ -11,7 +11,7 @@ from torch import Tensor
 from sglang_dflash.glue import changes, compat
 from sglang_dflash.glue.cpu import products
 from sglang_dflash.glue.drawn import Chosen, SampledDrafts
-from sglang_dflash.kernels import MAX_TOP_K, Noise, Ops
+from sglang_dflash.kernels import COUNT_MATCHES, MAX_TOP_K, Noise, Ops
 
 HEAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -169,10 +169,9 @@ class VerifyHead:
         if choices is None:
             return Chosen(*verdict)
         is_free = _is_free(info)
-        agreed = (drafts.verified == choices[:, :-1]).int().cumprod(dim=1)
         return Chosen(
             verdict.choices.where(is_free, choices),
-            verdict.num_correct.where(is_free[:, 0], agreed.sum(dim=1, dtype=torch.int32)),
+            verdict.num_correct.where(is_free[:, 0], COUNT_MATCHES),
             verdict.gain.where(is_free, _gain(choices, drafts)),
         )
 

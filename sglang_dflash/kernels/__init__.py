@@ -10,6 +10,9 @@ from torch import Tensor
 
 from sglang_dflash.kernels import draws, reference
 from sglang_dflash.kernels.draws import Noise, Verdict
+from sglang_dflash.kernels.reference import COUNT_MATCHES
+
+__all__ = ["COUNT_MATCHES", "MAX_TOP_K", "TORCH", "Noise", "Ops", "Verdict", "choose", "triton_ops"]
 
 # the most that `sample_rows` takes
 MAX_TOP_K = 128

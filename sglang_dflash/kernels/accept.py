@@ -1,7 +1,7 @@
-"""Acceptance: one program walks one request's block and lays out what it commits.
+"""Acceptance: one program counts one request's leading matches and lays out what it commits.
 
 Layout contract: token_ids, choices and slots [b, B] contiguous, the rest [b] contiguous. Nothing
-here reads a tensor on the host.
+here reads a tensor on the host. Without `num_correct` it is not loaded (WALK).
 """
 
 # mypy: allow-untyped-defs
@@ -29,12 +29,12 @@ def _accept_block(
     live = column < WIDTH
     choice = tl.load(choices + at, mask=live, other=0)
     draft = tl.load(token_ids + at + 1, mask=column < WIDTH - 1, other=0)
-    if WALK:
-        wrong = (draft != choice) | (column >= WIDTH - 1)
-        # the first wrong column is how many drafts are right
-        count = tl.min(tl.where(wrong, column, BLOCK), 0)
-    else:
-        count = tl.load(num_correct + request)
+    wrong = (draft != choice) | (column >= WIDTH - 1)
+    # the first wrong column is how many drafts are right
+    count = tl.min(tl.where(wrong, column, BLOCK), 0)
+    if not WALK:
+        given = tl.load(num_correct + request)
+        count = tl.where(given < 0, count, given)
     token = tl.where(column < count, draft, tl.where(column == count, choice, 0))
     tl.store(committed + at, token, mask=live)
     tl.store(bonus + request, tl.sum(tl.where(column == count, choice, 0), 0))

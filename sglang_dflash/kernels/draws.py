@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sglang_dflash.kernels.reference import COUNT_MATCHES
+
 # tells the target's noise from that of the drafts with the same key
 SALT = 0x5851F42D4C957F2D
 # what remains of p where nothing is left of it by rounding
@@ -143,7 +145,7 @@ class Verdict(NamedTuple):
     """What the target makes of blocks of drafts."""
 
     choices: Tensor  # [b, B] int64: the kept drafts, and behind them the target's own token
-    num_correct: Tensor  # [b] int32: how many drafts are kept
+    num_correct: Tensor  # [b] int32: how many drafts are kept; COUNT_MATCHES: those that match
     gain: Tensor  # [b, B - 1] fp32: how much likelier a drawn draft is kept than a likeliest one
 
 
@@ -189,9 +191,8 @@ def verify_drawn(
     choices = (torch.maximum(left, FLOOR * p).log() + added).argmax(-1)
     is_greedy = noise.scales <= 0
     choices = torch.where(is_greedy[:, None], _numbers(logits, logit_cap).argmax(-1), choices)
-    walked = (choices[:, :-1] == drafts).long().cumprod(1).sum(1)
     by_block = is_drawn & ~is_greedy
-    num_correct = torch.where(by_block, last_kept, walked)
+    num_correct = torch.where(by_block, last_kept, COUNT_MATCHES)
     kept = by_block[:, None] & (number <= num_correct[:, None])
     choices[:, :-1] = torch.where(kept, drafts, choices[:, :-1])
     alike = torch.minimum(p[:, :-1], q).sum(-1)

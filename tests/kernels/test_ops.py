@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sglang_dflash.kernels import TORCH, Noise, triton_ops
+from sglang_dflash.kernels import COUNT_MATCHES, TORCH, Noise, triton_ops
 from tests.kernels.interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
 if INTERPRETED or torch.cuda.is_available():
@@ -58,6 +58,12 @@ def test_accept_block(width: int) -> None:
     assert (one[0][:20] == width).all() and (one[0][20:30] == 1).all()
     forced = draw(width, 300).int()
     assert_same(*(ops.accept_block(*block, forced) for ops in (TORCH, TRITON)))
+    # every other request is counted, the others are told
+    forced[::2] = COUNT_MATCHES
+    mixed, two = (ops.accept_block(*block, forced) for ops in (TORCH, TRITON))
+    assert_same(mixed, two)
+    assert_same(mixed[0][::2], one[0][::2])
+    assert_same(mixed[0][1::2], forced[1::2] + 1)
 
 
 @runs_kernel
@@ -321,6 +327,7 @@ def test_verify_drawn(rows: int, width: int, dtype: torch.dtype) -> None:
     logits[5, 0, 0] = float("nan")
     is_drawn = torch.arange(requests, device=DEVICE) < 6
     lots = torch.rand(requests, rows - 1, device=DEVICE)
+    lens = draw(90, requests)
     for cap in (0.0, 30.0):
         both = TORCH.argmax_and_draw(near.flatten(0, 1), cap, noise)
         likeliest, drawn = both.view(2, requests, rows - 1)
@@ -330,9 +337,13 @@ def test_verify_drawn(rows: int, width: int, dtype: torch.dtype) -> None:
             ops.verify_drawn(*asked, is_drawn=is_drawn, logit_cap=cap) for ops in (TORCH, TRITON)
         )
         assert_same(two.num_correct, one.num_correct)
-        committed = torch.arange(rows, device=DEVICE) <= one.num_correct[:, None]
-        assert_same(two.choices[committed], one.choices[committed])
         noisy = noise.scales > 0
+        assert_same(one.num_correct == COUNT_MATCHES, ~(is_drawn & noisy))
+        token_ids = torch.cat([drafts[:, :1], drafts], dim=1)
+        block = (token_ids, one.choices, lens, token_ids)
+        commit_lens, *_ = TORCH.accept_block(*block, one.num_correct)
+        committed = torch.arange(rows, device=DEVICE) < commit_lens[:, None]
+        assert_same(two.choices[committed], one.choices[committed])
         torch.testing.assert_close(two.gain[noisy], one.gain[noisy], atol=1e-5, rtol=1e-4)
         assert one.num_correct[3] <= bad
         assert_same(one.choices[1], TORCH.argmax_rows(logits[1], cap))

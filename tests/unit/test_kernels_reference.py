@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare, kstest
 
-from sglang_dflash.kernels import TORCH, Noise, choose, draws, reference
+from sglang_dflash.kernels import COUNT_MATCHES, TORCH, Noise, choose, draws, reference
 from sglang_dflash.reference import Drafter, DrafterConfig
 from sglang_dflash.reference.rejection import BlockRule
 
@@ -83,6 +83,20 @@ def test_who_knows_better_says_how_many_drafts_count() -> None:
     assert tokens.tolist() == [[1, 2, 7, 0], [5, 0, 0, 0]]
     assert (bonus.tolist(), new_lens.tolist()) == ([7, 5], [103, 201])
     assert slots.tolist() == [[11, 12, 13, 0], [21, 0, 0, 0]]
+
+
+def test_a_request_that_is_not_told_has_its_leading_matches_counted() -> None:
+    """One batch holds requests that block verification decided and others that follow choices."""
+    block = torch.tensor([[7, 1, 2, 9]] * 3)
+    choices = torch.tensor([[1, 2, 3, 4]] * 3)
+    slots = torch.tensor([[11, 12, 13, 14]] * 3)
+    told = torch.tensor([COUNT_MATCHES, 0, 3], dtype=torch.int32)
+    lens, tokens, bonus, *_ = reference.accept_block(
+        block, choices, torch.tensor([100, 200, 300]), slots, told
+    )
+    assert lens.tolist() == [3, 1, 4] and lens.dtype == torch.int32
+    assert tokens.tolist() == [[1, 2, 3, 0], [1, 0, 0, 0], [1, 2, 9, 4]]
+    assert bonus.tolist() == [3, 1, 4]
 
 
 def naive_attention(query, keys, values, visible, scale, cap):
