@@ -42,10 +42,10 @@ def cases(requests: int, ops: Ops, sizes: Sizes, dtype: torch.dtype, device: str
     yield from maker.products(ops, theirs)
     yield maker.argmax_rows(ops)
     yield maker.argmax_rows(ops, maker.noise())
-    yield maker.argmax_and_draw(ops, maker.noise(scale=0.0), "likeliest drafts")
-    yield maker.argmax_and_draw(ops, maker.noise(), "likeliest drafts and drawn ones")
+    yield maker.argmax_and_sample(ops, maker.noise(scale=0.0), "likeliest drafts")
+    yield maker.argmax_and_sample(ops, maker.noise(), "likeliest drafts and drawn ones")
     yield maker.sample_rows(ops, theirs)
-    yield maker.verify_drawn(ops)
+    yield maker.reject_by_block(ops)
     yield maker.accept(ops, theirs)
     yield maker.context_hidden(ops, theirs)
     yield maker.write_context(ops, theirs)
@@ -232,14 +232,14 @@ class Maker(Inputs):
             None,
         )
 
-    def argmax_and_draw(self, ops: Ops, noise: Noise, name: str) -> Case:
+    def argmax_and_sample(self, ops: Ops, noise: Noise, name: str) -> Case:
         logits = self.normal(self.rows, self.sizes.vocabulary)
         cap = self.sizes.logit_cap
         return Case(
             name,
             logits.nbytes,
-            lambda turn: ops.argmax_and_draw(logits, cap, noise),
-            lambda turn: TORCH.argmax_and_draw(logits, cap, noise),
+            lambda turn: ops.argmax_and_sample(logits, cap, noise),
+            lambda turn: TORCH.argmax_and_sample(logits, cap, noise),
             None,
         )
 
@@ -272,22 +272,24 @@ class Maker(Inputs):
             calls=2,  # the twin sorts
         )
 
-    def verify_drawn(self, ops: Ops) -> Case:
+    def reject_by_block(self, ops: Ops) -> Case:
         """SGLang has nothing of the kind."""
         shape = (self.requests, self.sizes.block_size, self.sizes.vocabulary)
-        logits, drafted = self.normal(*shape), self.normal(*shape)[:, 1:]
+        logits, draft_logits = self.normal(*shape), self.normal(*shape)[:, 1:]
         tokens = self.whole(shape[2], 2, self.requests, shape[1] - 1)
-        lots = torch.rand(self.requests, shape[1] - 1, device=self.device)
-        is_drawn = torch.ones(self.requests, dtype=torch.bool, device=self.device)
-        asked = (logits, drafted, tokens[0], tokens[1], self.noise(), lots)
+        uniforms = torch.rand(self.requests, shape[1] - 1, device=self.device)
+        is_sampled = torch.ones(self.requests, dtype=torch.bool, device=self.device)
+        asked = (logits, draft_logits, tokens[0], tokens[1], self.noise(), uniforms)
 
         def call(which: Ops) -> Call:
             cap = self.sizes.logit_cap
-            return lambda turn: which.verify_drawn(*asked, is_drawn=is_drawn, logit_cap=cap).choices
+            return lambda turn: which.reject_by_block(*asked, is_sampled=is_sampled, logit_cap=cap)[
+                0
+            ]
 
         return Case(
             "drafts kept by the block",
-            2 * (logits.nbytes + drafted.nbytes),
+            2 * (logits.nbytes + draft_logits.nbytes),
             call(ops),
             call(TORCH),
             None,

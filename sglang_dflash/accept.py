@@ -1,9 +1,9 @@
-"""Stage 3: follow the draft while the target agrees, and lay out what each request gains.
+"""Stage 3: decide which drafts each request keeps, and lay out what it gains.
 
-Each row's choice is the target's own, greedy or sampled, so committing the agreed prefix and the
-first choice that differs gives exactly the tokens that the target would have produced one at a
-time. Where drafts were drawn from a known distribution the target's output says how many to keep
-(`kernels/draws.py`): more of them, and as exactly.
+Where the target's own token after each row is known, greedy or sampled, the drafts that match it
+are kept. Committing the leading matches and the first choice that differs gives exactly the tokens
+that the target would have produced one at a time. Where drafts were sampled from a known
+distribution, block verification keeps more of them, and as exactly (`kernels/draws.py`).
 """
 
 from __future__ import annotations
@@ -11,26 +11,114 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang_dflash.kernels import Ops
-from sglang_dflash.types import Commit, DraftBlock, DraftContext, TargetOutput
+from sglang_dflash.kernels import COUNT_MATCHES, MAX_TOP_K, Noise, Ops
+from sglang_dflash.types import (
+    Commit,
+    DraftBlock,
+    DraftContext,
+    Proposal,
+    SampledDrafts,
+    SamplingPlan,
+    TargetOutput,
+    Verdict,
+)
+
+
+def decide(
+    ops: Ops, plan: SamplingPlan | None, proposal: Proposal, target: TargetOutput
+) -> Verdict:
+    """Return the target's own tokens, sampled as the plan asks, and the drafts that they keep."""
+    if target.choices is not None:
+        return Verdict(target.choices)
+    assert target.logits is not None, "the target gave neither choices nor logits"
+    if plan is None:
+        shape = proposal.block.token_ids.shape
+        choices = ops.argmax_rows(target.logits, target.logit_cap)
+        return Verdict(choices[: shape.numel()].view(shape))
+    assert proposal.drafts is not None, "a plan to sample, and a proposal without randomness"
+    return _sample(ops, plan, proposal.drafts, target.logits, target.logit_cap)
 
 
 def accept(
     ops: Ops,
     context: DraftContext,
     block: DraftBlock,
-    target: TargetOutput,
+    verdict: Verdict,
     *,
     simulation: Simulation | None = None,
 ) -> Commit:
-    """Commit the drafts that the target keeps, and its own token after them."""
-    num_correct = target.num_correct
+    """Commit the drafts that are kept, and the target's own token after them."""
+    num_correct = verdict.num_correct
     if simulation is not None:
-        num_correct = simulation.num_correct(target)
+        num_correct = simulation.num_correct(verdict)
     lens, token_ids, bonus, new_lens, slots = ops.accept_block(
-        block.token_ids, target.choices, context.lens, block.slots, num_correct
+        block.token_ids, verdict.choices, context.lens, block.slots, num_correct
     )
     return Commit(lens=lens, token_ids=token_ids, bonus=bonus, new_lens=new_lens, slots=slots)
+
+
+def _sample(
+    ops: Ops, plan: SamplingPlan, drafts: SampledDrafts, logits: Tensor, logit_cap: float
+) -> Verdict:
+    """Sample from each row by its request's temperature, top_k and top_p.
+
+    A request by top_k keeps the drafts that match its own tokens, an unfiltered one as many as
+    block verification says, where the whole distribution of its drafts is known.
+    """
+    noise = Noise(drafts.randomness.keys, drafts.randomness.scales)
+    requests = drafts.verified.shape[0]
+    filtered = None
+    if plan.any_top_k:
+        filtered = ops.sample_rows(
+            logits,
+            noise,
+            temperatures=plan.temperatures,
+            top_ks=plan.top_ks.clamp(max=MAX_TOP_K),
+            top_ps=plan.top_ps,
+            logit_cap=logit_cap,
+        ).view(requests, -1)
+        if not plan.any_unfiltered:
+            return _match(filtered, drafts)
+    draft_logits = drafts.draft_logits
+    if draft_logits is None or draft_logits.shape[-1] != logits.shape[-1]:
+        sampled = ops.argmax_rows(logits, logit_cap, noise).view(requests, -1)
+        if filtered is not None:
+            sampled = sampled.where(_is_unfiltered(plan)[:, None], filtered)
+        return _match(sampled, drafts)
+    choices, num_correct, advantage = ops.reject_by_block(
+        logits.unflatten(0, (requests, -1)),
+        draft_logits,
+        drafts.verified,
+        drafts.argmax_drafts,
+        noise,
+        drafts.randomness.uniforms,
+        is_sampled=drafts.is_sampled,
+        logit_cap=logit_cap,
+    )
+    if filtered is None:
+        return Verdict(choices, num_correct, advantage)
+    is_unfiltered = _is_unfiltered(plan)
+    return Verdict(
+        choices.where(is_unfiltered[:, None], filtered),
+        num_correct.where(is_unfiltered, COUNT_MATCHES),
+        advantage.where(is_unfiltered[:, None], _advantage(filtered, drafts)),
+    )
+
+
+def _match(choices: Tensor, drafts: SampledDrafts) -> Verdict:
+    """Keep the drafts that match the target's own tokens."""
+    return Verdict(choices, advantage=_advantage(choices, drafts))
+
+
+def _advantage(choices: Tensor, drafts: SampledDrafts) -> Tensor:
+    """Return which sampled drafts match the target's own tokens, less which argmax drafts do."""
+    own = choices[:, :-1]
+    return (drafts.sampled_drafts == own).float() - (drafts.argmax_drafts == own).float()
+
+
+def _is_unfiltered(plan: SamplingPlan) -> Tensor:
+    """Return which requests sample from every token, [b] bool."""
+    return plan.top_ks > MAX_TOP_K
 
 
 class Simulation:
@@ -44,11 +132,11 @@ class Simulation:
         self._accept_length = accept_length
         self._steps = 0
 
-    def num_correct(self, target: TargetOutput) -> Tensor:
+    def num_correct(self, verdict: Verdict) -> Tensor:
         """Return the correct drafts of each request in the next step, [b] int32."""
         before = int(self._steps * self._accept_length)
         self._steps += 1
         num_tokens = int(self._steps * self._accept_length) - before
-        rows, block_size = target.choices.shape
+        rows, block_size = verdict.choices.shape
         last = min(max(num_tokens, 1), block_size) - 1
-        return torch.full((rows,), last, dtype=torch.int32, device=target.choices.device)
+        return torch.full((rows,), last, dtype=torch.int32, device=verdict.choices.device)

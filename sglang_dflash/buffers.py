@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sglang_dflash.types import DraftBlock
+from sglang_dflash.kernels import Noise
+from sglang_dflash.types import DraftBlock, Randomness, SamplingPlan
 
 
 class StepBuffers:
@@ -15,6 +16,7 @@ class StepBuffers:
         self._token_ids = torch.zeros(shape, dtype=torch.int64, device=device)
         self._positions = torch.zeros(shape, dtype=torch.int64, device=device)
         self._slots = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.randomness = StepRandomness(max_requests, block_size, device)
 
     def block(self, num_requests: int) -> DraftBlock:
         """Return views for this batch. The next step overwrites them."""
@@ -25,3 +27,37 @@ class StepBuffers:
             positions=self._positions[:num_requests],
             slots=self._slots[:num_requests],
         )
+
+
+class StepRandomness:
+    """The random numbers of the largest batch, at fixed addresses, which draft graphs read.
+
+    A row's Gumbel noise follows from its key alone. Drafts are sampled with it (Gumbel-max), and so
+    are the target's own tokens by top_k and top_p: with shared noise both agree more often. It is
+    new in each step, so that the target's tokens are exact draws whatever was drafted.
+    """
+
+    def __init__(self, max_requests: int, block_size: int, device: torch.device | str) -> None:
+        keys = torch.zeros(max_requests, block_size, dtype=torch.int64, device=device)
+        self._noise = Noise(keys, torch.zeros(max_requests, device=device))
+        self._uniforms = torch.zeros(max_requests, block_size - 1, device=device)
+        self._on = False
+
+    def for_batch(self, num_requests: int) -> Noise:
+        """Return the noise that graphs of so many requests read: of scale 0 while none is drawn."""
+        return Noise(*(each[:num_requests] for each in self._noise))
+
+    def draw(self, plan: SamplingPlan | None) -> Randomness | None:
+        """Draw what a step samples with; without a plan nothing, and graphs sample nothing."""
+        if plan is None:
+            if self._on:
+                self._noise.scales.zero_()
+            self._on = False
+            return None
+        self._on = True
+        size = plan.top_ks.shape[0]
+        keys, scales = self.for_batch(size)
+        keys.random_()
+        self._uniforms.uniform_()
+        scales.copy_(torch.where(plan.top_ks == 1, 0.0, plan.temperatures))
+        return Randomness(keys, scales, self._uniforms[:size])

@@ -6,12 +6,20 @@ from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.host import Host
 from sglang_dflash.kernels import Ops
-from sglang_dflash.types import DraftBlock, DraftContext
+from sglang_dflash.policy import DraftPolicy
+from sglang_dflash.types import DraftContext, Proposal, SamplingPlan
 
 
 def draft(
-    host: Host, ops: Ops, context: DraftContext, *, buffers: StepBuffers, config: DFlashConfig
-) -> DraftBlock:
+    host: Host,
+    ops: Ops,
+    context: DraftContext,
+    plan: SamplingPlan | None,
+    *,
+    buffers: StepBuffers,
+    policy: DraftPolicy,
+    config: DFlashConfig,
+) -> Proposal:
     """Return the anchor and its drafts, with their positions and KV slots."""
     block = buffers.block(context.anchors.shape[0])
     ops.build_block(
@@ -25,5 +33,11 @@ def draft(
         positions=block.positions,
         slots=block.slots,
     )
-    block.token_ids[:, 1:] = host.draft_tokens(context, block)
-    return block
+    randomness = buffers.randomness.draw(plan)
+    output = host.draft_tokens(context, block, randomness)
+    if randomness is None:
+        block.token_ids[:, 1:] = output.argmax_drafts
+        return Proposal(block)
+    drafts = policy.select(context.rows, output, randomness)
+    block.token_ids[:, 1:] = drafts.verified
+    return Proposal(block, drafts)

@@ -6,7 +6,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sglang_dflash.types import DraftBlock, DraftContext, TargetOutput
+from sglang_dflash.types import (
+    DraftBlock,
+    DraftContext,
+    DraftOutput,
+    Randomness,
+    SamplingPlan,
+    TargetOutput,
+)
 
 
 class Host(Protocol):
@@ -18,12 +25,21 @@ class Host(Protocol):
         """Note, without waiting, that a stage begins or ends: four marks a step."""
         ...
 
-    def draft_tokens(self, context: DraftContext, masked: DraftBlock) -> Tensor:
-        """Run the drafter on a block whose drafts are still masked; return [b, B - 1] token ids."""
+    def sampling_plan(self) -> SamplingPlan | None:
+        """Return what our kernels sample; None if the batch is greedy or the host samples it."""
         ...
 
-    def verify_block(self, context: DraftContext, block: DraftBlock) -> TargetOutput:
-        """Run the target on every row of the block, writing its KV at the block's slots."""
+    def draft_tokens(
+        self, context: DraftContext, masked: DraftBlock, randomness: Randomness | None
+    ) -> DraftOutput:
+        """Run the drafter on a block whose drafts are still masked."""
+        ...
+
+    def verify_block(
+        self, context: DraftContext, block: DraftBlock, plan: SamplingPlan | None
+    ) -> TargetOutput:
+        """Run the target on every row of the block, writing its KV at the block's slots. With a
+        plan the choice is left to stage 3."""
         ...
 
     def publish(self, new_lens: Tensor) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sglang_dflash.accept import Simulation, accept
+from sglang_dflash.accept import Simulation, accept, decide
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.commit import write_features
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.draft import draft
 from sglang_dflash.host import Host
 from sglang_dflash.kernels import Ops
+from sglang_dflash.policy import DraftPolicy
 from sglang_dflash.types import Commit, DraftContext
 from sglang_dflash.verify import verify
 
@@ -26,18 +27,24 @@ def decode_step(
     context: DraftContext,
     *,
     buffers: StepBuffers,
+    policy: DraftPolicy,
     config: DFlashConfig,
     simulation: Simulation | None,
 ) -> Commit:
     """Draft a block, verify it, and commit the prefix that the target itself would have written."""
     host.mark()
-    block = draft(host, ops, context, buffers=buffers, config=config)
+    plan = host.sampling_plan()
+    proposal = draft(host, ops, context, plan, buffers=buffers, policy=policy, config=config)
     host.mark()
-    target = verify(host, context, block)
+    target = verify(host, context, proposal.block, plan)
     host.mark()
-    commit = accept(ops, context, block, target, simulation=simulation)
+    verdict = decide(ops, plan, proposal, target)
+    commit = accept(ops, context, proposal.block, verdict, simulation=simulation)
     # publish before the kv write: the next step's planning reads lengths, not this cache
     host.publish(commit.new_lens)
-    write_features(host, block, target, commit)
+    write_features(host, proposal.block, target, commit)
     host.mark()
+    if proposal.drafts is not None and verdict.advantage is not None:
+        temperatures = proposal.drafts.randomness.scales
+        policy.learn(context.rows, verdict.advantage, temperatures=temperatures, lens=commit.lens)
     return commit

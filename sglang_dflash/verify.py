@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from sglang_dflash.host import Host
-from sglang_dflash.types import DraftBlock, DraftContext, TargetOutput
+from sglang_dflash.types import DraftBlock, DraftContext, SamplingPlan, TargetOutput
 
 
-def verify(host: Host, context: DraftContext, block: DraftBlock) -> TargetOutput:
-    """Return the target's token after each row, and the features that feed the drafter."""
-    target = host.verify_block(context, block)
-    assert target.choices.shape == block.token_ids.shape, (
-        f"the target answered {tuple(target.choices.shape)} rows "
-        f"for a block of {tuple(block.token_ids.shape)}"
-    )
+def verify(
+    host: Host, context: DraftContext, block: DraftBlock, plan: SamplingPlan | None
+) -> TargetOutput:
+    """Return the target's choices or logits for each row, and the features for the drafter."""
+    target = host.verify_block(context, block, plan)
+    if target.choices is not None:
+        assert target.choices.shape == block.token_ids.shape, (
+            f"the target answered {tuple(target.choices.shape)} rows "
+            f"for a block of {tuple(block.token_ids.shape)}"
+        )
     return target

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from sglang_dflash.glue import changes, compat
 from sglang_dflash.glue.cpu import products
-from sglang_dflash.glue.drawn import Chosen, SampledDrafts
-from sglang_dflash.kernels import COUNT_MATCHES, MAX_TOP_K, Noise, Ops
+from sglang_dflash.kernels import Noise, Ops
 
 HEAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class DraftHead:
-    """The target's head as a drafter uses it: the likeliest token or a draw, no logits kept.
+    """The target's head as a drafter uses it: argmax drafts and sampled drafts.
 
     With tensor parallelism each rank owns a contiguous, ascending part of the vocabulary, so the
     first rank with the highest value holds the token that one big argmax would give.
@@ -33,32 +32,32 @@ class DraftHead:
         self._size = shard.num_org_elements if shard is not None else vocab_size
         self._group = compat.get_tp_group() if shard is not None else None
 
-    def room(self, rows: int) -> Tensor:
-        """Return room for the logits of so many rows, those that no token uses included."""
+    def allocate_logits(self, rows: int) -> Tensor:
+        """Return a buffer for the logits of so many rows, vocabulary padding included."""
         weight = self._head.weight
         return weight.new_empty(rows, weight.shape[0])
 
     def multiply(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return this rank's logits of hidden states [n, H], in `out` if there is any."""
         weight = self._head.weight
-        return self.used(_multiply(hidden.to(weight.dtype), weight, out))
+        return self.without_vocab_padding(_multiply(hidden.to(weight.dtype), weight, out))
 
-    def used(self, logits: Tensor) -> Tensor:
-        """Return logits without those that no token uses."""
+    def without_vocab_padding(self, logits: Tensor) -> Tensor:
+        """Return a view of logits without the columns that no token uses."""
         return logits[:, : self._size]
 
     def choose(self, logits: Tensor, *, logit_cap: float, noise: Noise | None) -> Tensor:
-        """Return the likeliest token of each row of logits, and with noise a drawn one;
-        [1 or 2, n] int64. A rank that sees a part of the vocabulary draws none."""
+        """Return the argmax of each row of logits and, with noise, a sampled token;
+        [1 or 2, n] int64. A rank that sees a part of the vocabulary samples none."""
         if self.sees_all:
             if noise is None:
                 return self._ops.argmax_rows(logits)[None]
-            return self._ops.argmax_and_draw(logits, logit_cap, noise)
+            return self._ops.argmax_and_sample(logits, logit_cap, noise)
         assert self._group is not None
-        likeliest = self._ops.argmax_rows(logits)
-        values = logits.gather(1, likeliest[:, None]).T
+        highest = self._ops.argmax_rows(logits)
+        values = logits.gather(1, highest[:, None]).T
         values = self._group.all_gather(values.contiguous(), dim=0)
-        tokens = self._group.all_gather((likeliest + self._start)[None], dim=0)
+        tokens = self._group.all_gather((highest + self._start)[None], dim=0)
         return tokens.gather(0, values.argmax(dim=0, keepdim=True))
 
     @property
@@ -130,68 +129,12 @@ class VerifyHead:
         """Return the token that plain greedy decoding takes after each row, [n] int64."""
         return self._ops.argmax_rows(logits, self.cap)
 
-    def draw(
-        self, logits: Tensor, info: Any, drafts: SampledDrafts, *, few: bool, free: bool
-    ) -> Chosen:
-        """Draw from each row by its request's temperature, top_k and top_p.
-
-        `few` says that some requests draw from 2 to MAX_TOP_K tokens, `free` that some draw from
-        all; the others are greedy.
-        """
-        drafted = drafts.logits
-        requests = drafts.is_drawn.shape[0]
-        choices = None
-        if few:
-            choices = self._ops.sample_rows(
-                logits,
-                drafts.noise,
-                temperatures=info.temperatures.flatten(),
-                top_ks=info.top_ks.clamp(max=MAX_TOP_K),
-                top_ps=info.top_ps,
-                logit_cap=self.cap,
-            ).view(requests, -1)
-            if not free:
-                return Chosen(choices, gain=_gain(choices, drafts))
-        if drafted is None or drafted.shape[-1] != logits.shape[-1]:
-            drawn = self._ops.argmax_rows(logits, self.cap, drafts.noise).view(requests, -1)
-            choices = drawn if choices is None else drawn.where(_is_free(info), choices)
-            return Chosen(choices, gain=_gain(choices, drafts))
-        verdict = self._ops.verify_drawn(
-            logits.unflatten(0, (requests, -1)),
-            drafted,
-            drafts.verified,
-            drafts.likeliest,
-            drafts.noise,
-            drafts.lots,
-            is_drawn=drafts.is_drawn,
-            logit_cap=self.cap,
-        )
-        if choices is None:
-            return Chosen(*verdict)
-        is_free = _is_free(info)
-        return Chosen(
-            verdict.choices.where(is_free, choices),
-            verdict.num_correct.where(is_free[:, 0], COUNT_MATCHES),
-            verdict.gain.where(is_free, _gain(choices, drafts)),
-        )
-
-    def plain(self, logits: Tensor) -> Tensor:
+    def as_sampler_logits(self, logits: Tensor) -> Tensor:
         """Return the logits as plain decoding hands them to its sampler; may overwrite them."""
         logits = logits.float()
         if self.cap:
             compat.fused_softcap(logits, self.cap)
         return logits
-
-
-def _is_free(info: Any) -> Tensor:
-    """Return which requests draw from all tokens, [b, 1] bool."""
-    return (info.top_ks > MAX_TOP_K)[:, None]
-
-
-def _gain(choices: Tensor, drafts: SampledDrafts) -> Tensor:
-    """Return which drawn drafts the target's own draws fall on, less which likeliest ones."""
-    own = choices[:, :-1]
-    return (drafts.drawn == own).float() - (drafts.likeliest == own).float()
 
 
 def _raw_when_verifying(processor: Any, original: Callable[..., Tensor]) -> Callable[..., Tensor]:

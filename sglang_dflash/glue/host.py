@@ -8,16 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_dflash.buffers import StepRandomness
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import changes, compat
-from sglang_dflash.glue.drawn import SampledDrafts
 from sglang_dflash.glue.head import DraftHead, VerifyHead
 from sglang_dflash.glue.metrics import StageClock
-from sglang_dflash.glue.noise import StepNoise
 from sglang_dflash.glue.penalties import PenaltyTable
-from sglang_dflash.glue.sampling import RowSampler
+from sglang_dflash.glue.sampling import RowSampler, plan_of
 from sglang_dflash.kernels import Noise, Ops
-from sglang_dflash.types import Commit, DraftBlock, DraftContext, TargetOutput
+from sglang_dflash.types import (
+    DraftBlock,
+    DraftContext,
+    DraftOutput,
+    Randomness,
+    SamplingPlan,
+    TargetOutput,
+)
 
 BATCH = changes.Fields(
     "ScheduleBatch",
@@ -59,12 +65,12 @@ class Engine:
         self.device_module = torch.get_device_module(device_type)
         self.plan_stream = self.device_module.Stream() if config.overlap.plan_stream else None
         self.verify_head = VerifyHead(target_model, ops, device_type=device_type)
-        self.rows = RowSampler(
+        self.row_sampler = RowSampler(
             self.target_runner.sampler,
             self.verify_head,
             PenaltyTable(self.target_runner.model_config.vocab_size, draft_runner.device),
         )
-        self.noise: StepNoise  # as soon as the number of requests is known
+        self.randomness: StepRandomness  # as soon as the number of requests is known
         self.graph_projected: Tensor | None = None
         self.graph_choices: Tensor | None = None
         self.graph_logits: Tensor | None = None
@@ -91,8 +97,8 @@ class Engine:
             assert self.graph_choices is not None
             self.graph_choices[:num_tokens] = self.verify_head.greedy(output.next_token_logits)
             hidden = self._context_hidden(output.hidden_states)
-            for weight, room in zip(weights, self.graph_projected[:, :num_tokens], strict=True):
-                torch.matmul(hidden, weight.T, out=room)
+            for weight, out in zip(weights, self.graph_projected[:, :num_tokens], strict=True):
+                torch.matmul(hidden, weight.T, out=out)
 
         _end_graphs_with(
             finish, self.target_runner, why="verify graphs end in choices and draft KV projections"
@@ -109,10 +115,11 @@ class Engine:
             hidden = output.hidden_states
             size = hidden.shape[0] // self.config.block_size
             if self.graph_logits is None:
-                # one room for all graphs, no more than the largest needs
-                self.graph_logits = self.head.room(max(runner.capture_bs) * width)
-            room = self.graph_logits[: size * width]
-            self.graph_drafts[:, :size], _ = self.draft_head(hidden, self.noise.room(size), room)
+                # one buffer for all graphs, of the size that the largest needs
+                self.graph_logits = self.head.allocate_logits(max(runner.capture_bs) * width)
+            out = self.graph_logits[: size * width]
+            noise = self.randomness.for_batch(size)
+            self.graph_drafts[:, :size], _ = self.draft_head(hidden, noise, out)
 
         _end_graphs_with(head, self.draft_runner, why="draft graphs end in the head's choices")
 
@@ -120,22 +127,23 @@ class Engine:
         """Return what `draft_head` would for so many requests, from a graph that ran."""
         assert self.graph_logits is not None
         width = self.config.block_size - 1
-        logits = self.head.used(self.graph_logits[: size * width])
+        logits = self.head.without_vocab_padding(self.graph_logits[: size * width])
         return self.graph_drafts[:, :size], self._by_block(logits, size)
 
     def draft_head(
-        self, hidden: Tensor, noise: Noise | None, room: Tensor | None = None
+        self, hidden: Tensor, noise: Noise | None, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the likeliest token for every draft of blocks of hidden states and, with noise,
-        a drawn one, [1 or 2, b, B - 1]; and the logits, if all are seen here, [b, B - 1, V]."""
+        """Return the argmax drafts of blocks of hidden states and, with noise, sampled ones,
+        [1 or 2, b, B - 1]; and the logits, in `out` if given, [b, B - 1, V], None on a rank that
+        sees a part of the vocabulary."""
         cap = self.verify_head.cap
         size = hidden.shape[0] // self.config.block_size
-        if room is not None or hidden.device.type != "cpu":
+        if out is not None or hidden.device.type != "cpu":
             hidden = hidden.unflatten(0, (size, -1))[:, 1:].flatten(0, 1)
         elif noise is not None:
             # whole blocks multiply faster there, though the first row is not needed
             noise = Noise(noise.keys.roll(1, dims=1), noise.scales)
-        logits = self.head.multiply(hidden, room)
+        logits = self.head.multiply(hidden, out)
         drafts = self.head.choose(logits, logit_cap=cap, noise=noise).unflatten(1, (size, -1))
         return drafts[:, :, 1 - self.config.block_size :], self._by_block(logits, size)
 
@@ -224,8 +232,6 @@ class BatchHost:
             self._lens_bound = batch.spec_info.reserved_lens
         else:
             self._lens_bound = batch.seq_lens_cpu + engine.config.block_size
-        self._drafts: SampledDrafts | None = None
-        self._gain: Tensor | None = None
         self.target_result: Any = None
         self.verify_batch: Any = None
 
@@ -235,7 +241,12 @@ class BatchHost:
     def mark(self) -> None:
         self._engine.clock.mark()
 
-    def draft_tokens(self, context: DraftContext, masked: DraftBlock) -> Tensor:
+    def sampling_plan(self) -> SamplingPlan | None:
+        return plan_of(self._batch)
+
+    def draft_tokens(
+        self, context: DraftContext, masked: DraftBlock, randomness: Randomness | None
+    ) -> DraftOutput:
         engine = self._engine
         if engine.plan_stream is not None:
             # everything about the verify pass but its tokens is known
@@ -256,16 +267,13 @@ class BatchHost:
             spec_info=engine.block_input,
             capture_hidden_mode=compat.CaptureHiddenMode.NULL,
         )
-        noise = engine.noise.draw(self._batch)
         result = engine.draft_runner.forward(forward_batch)
         if result.can_run_graph:
             drafts, logits = engine.drafts_of_graph(forward_batch.batch_size)
         else:
+            noise = None if randomness is None else Noise(randomness.keys, randomness.scales)
             drafts, logits = engine.draft_head(result.logits_output.hidden_states, noise)
-        if noise is None:
-            return drafts[0]
-        self._drafts = engine.noise.offer(context.rows, noise, drafts=drafts, logits=logits)
-        return self._drafts.verified
+        return DraftOutput(argmax_drafts=drafts[0], sampled_drafts=drafts[-1], logits=logits)
 
     def _plan_verify(self, block: DraftBlock) -> None:
         """Lay out the verify pass; its tokens are read from the block when it runs."""
@@ -284,7 +292,9 @@ class BatchHost:
         )
         self.verify_batch, _ = verify_input.prepare_for_verify(batch, engine.target_worker)
 
-    def verify_block(self, context: DraftContext, block: DraftBlock) -> TargetOutput:
+    def verify_block(
+        self, context: DraftContext, block: DraftBlock, plan: SamplingPlan | None
+    ) -> TargetOutput:
         engine, batch = self._engine, self._batch
         if engine.plan_stream is None:
             self._plan_verify(block)
@@ -298,22 +308,23 @@ class BatchHost:
         )
         output = self.target_result.logits_output
         features = take_features(output)
-        greedy = engine.graph_choices if self.target_result.can_run_cuda_graph else None
-        choices, num_correct, self._gain = engine.rows.choose(
-            batch,
-            output,
-            context,
-            block,
-            drafts=self._drafts,
-            greedy=greedy,
-            grammar_barrier=self._grammar_barrier,
+        choices = None
+        if plan is None:
+            greedy = engine.graph_choices if self.target_result.can_run_cuda_graph else None
+            choices = engine.row_sampler.choose(
+                batch,
+                output,
+                context,
+                block,
+                greedy=greedy,
+                grammar_barrier=self._grammar_barrier,
+            )
+        return TargetOutput(
+            features=features,
+            choices=choices,
+            logits=output.next_token_logits if choices is None else None,
+            logit_cap=engine.verify_head.cap,
         )
-        return TargetOutput(choices=choices, features=features, num_correct=num_correct)
-
-    def learn(self, context: DraftContext, commit: Commit) -> None:
-        """Tell the noise how drawn drafts did, where there were any."""
-        if self._gain is not None:
-            self._engine.noise.learn(context.rows, self._gain, lens=commit.lens)
 
     def publish(self, new_lens: Tensor) -> None:
         if self._on_publish is not None:

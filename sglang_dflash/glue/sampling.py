@@ -1,10 +1,10 @@
-"""The target's own choice for every row of a block, by SGLang's sampler or by our kernels.
+"""What a batch of SGLang's asks for: as a plan for our kernels, or from SGLang's own sampler.
 
-Each row is drawn with the filters, the order and, where one is given, the seed that plain decoding
-would use at that position, after what comes before sampling there: penalties, grammar, logit bias,
-custom processors, in plain decoding's order. Walking the draft along those draws keeps the
-distribution exact (and the tokens, with a seed). Where drafts were drawn, and nothing else is asked
-for, our kernels keep or drop them instead.
+Stage 3 samples by a plan where our kernels can. For whatever else is asked, SGLang's sampler draws
+each row of a block with the filters, the order and, where one is given, the seed that plain
+decoding would use at that position, after what comes before sampling there: penalties, grammar,
+logit bias, custom processors, in plain decoding's order. Keeping the drafts that match those draws
+keeps the distribution exact (and the tokens, with a seed).
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.glue import changes, compat, grammar
-from sglang_dflash.glue.drawn import Chosen, SampledDrafts
 from sglang_dflash.glue.head import VerifyHead
 from sglang_dflash.glue.penalties import PenaltyTable, is_penalised
 from sglang_dflash.kernels import MAX_TOP_K
-from sglang_dflash.types import DraftBlock, DraftContext
+from sglang_dflash.types import DraftBlock, DraftContext, SamplingPlan
 
+# what SGLang takes for no top_k; top_k 1 is how it spells greedy
+TOP_K_ALL = 1 << 30
 PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
 
 OUTPUT = changes.Fields(
@@ -45,8 +46,41 @@ PARAMS = changes.Fields(
 )
 
 
+def plan_of(batch: Any) -> SamplingPlan | None:
+    """Return what our kernels are to sample for a batch; None if it is greedy, or asks for anything
+    that only SGLang's sampler does."""
+    if not _is_sampled_by_kernels(batch):
+        return None
+    info = batch.sampling_info
+    top_ks = [req.sampling_params.top_k for req in batch.reqs]
+    return SamplingPlan(
+        temperatures=info.temperatures.flatten(),
+        top_ks=info.top_ks,
+        top_ps=info.top_ps,
+        any_top_k=any(1 < top_k <= MAX_TOP_K for top_k in top_ks),
+        any_unfiltered=any(top_k > MAX_TOP_K for top_k in top_ks),
+    )
+
+
+def _is_sampled_by_kernels(batch: Any) -> bool:
+    """Tell whether every request samples from all tokens or from few, by top_k and top_p, and
+    without a seed."""
+    info = batch.sampling_info
+    return not (
+        info.is_all_greedy
+        or is_adjusted(batch)
+        or info.sampling_seed is not None
+        or info.need_min_p_sampling
+        or any(info.return_sampling_masks or ())
+    ) and all(_is_top_k_or_unfiltered(req.sampling_params) for req in batch.reqs)
+
+
+def _is_top_k_or_unfiltered(params: Any) -> bool:
+    return params.top_k <= MAX_TOP_K or (params.top_k >= TOP_K_ALL and params.top_p == 1.0)
+
+
 class RowSampler:
-    """How the target chooses, for blocks of requests that may each want something else."""
+    """SGLang's sampler, for blocks of requests that may each want something else."""
 
     def __init__(self, sampler: Any, head: VerifyHead, penalties: PenaltyTable) -> None:
         self._sampler = sampler
@@ -60,28 +94,20 @@ class RowSampler:
         context: DraftContext,
         block: DraftBlock,
         *,
-        drafts: SampledDrafts | None = None,
         greedy: Tensor | None = None,
         grammar_barrier: Callable[[], None] | None = None,
-    ) -> Chosen:
-        """Return the target's token after each row; logprobs go to `logits_output`.
+    ) -> Tensor | None:
+        """Return the target's token after each row, [b, B] int64; logprobs go to `logits_output`.
 
-        `drafts` are the step's, where our kernels draw, and `greedy` begins with the tokens of the
-        highest logits, where these are known already.
+        `greedy` begins with the argmax of each row, where a graph has taken it. None: the batch is
+        greedy, and the argmax of its logits is still to be taken.
         """
         info = batch.sampling_info
         logits = logits_output.next_token_logits
         shape = block.token_ids.shape
-        if drafts is not None:
-            top_ks = [req.sampling_params.top_k for req in batch.reqs]
-            few = any(1 < top_k <= MAX_TOP_K for top_k in top_ks)
-            free = any(top_k > MAX_TOP_K for top_k in top_ks)
-            return self._head.draw(logits, info, drafts, few=few, free=free)
         if info.is_all_greedy and not is_adjusted(batch):
-            if greedy is None:
-                greedy = self._head.greedy(logits)
-            return Chosen(greedy[: shape.numel()].view(shape))
-        logits = self._head.plain(logits)
+            return None if greedy is None else greedy[: shape.numel()].view(shape)
+        logits = self._head.as_sampler_logits(logits)
         OUTPUT.write(logits_output, next_token_logits=logits)
         by_row = logits.view(*shape, -1)
         rows = _repeat_rows(info, shape[1])
@@ -104,7 +130,7 @@ class RowSampler:
             # row k's choice is committed token k wherever token k is committed
             logprobs = logits_output.next_token_logprobs
             OUTPUT.write(logits_output, next_token_logprobs=logprobs.view(shape))
-        return Chosen(choices.view(shape).long())
+        return choices.view(shape).long()
 
 
 def is_adjusted(batch: Any) -> bool:

@@ -23,11 +23,11 @@ from sglang_dflash.glue.finish import keep_books_in
 from sglang_dflash.glue.host import BatchHost, Engine, take_features
 from sglang_dflash.glue.layers import install_fused_layers
 from sglang_dflash.glue.metrics import Bookkeeping
-from sglang_dflash.glue.noise import StepNoise
 from sglang_dflash.glue.server_args import resolve_config
 from sglang_dflash.glue.state import DFlashState
 from sglang_dflash.glue.updates import TargetUpdates
 from sglang_dflash.metrics import AcceptanceAlarm
+from sglang_dflash.policy import DraftPolicy
 from sglang_dflash.step import decode_step, prefill_step
 from sglang_dflash.types import DraftContext
 
@@ -132,7 +132,8 @@ class DFlashWorker(compat.BaseSpecWorker):
         # row 0 of the slot table is never a request, so its row count bounds any batch
         self.max_requests = req_to_token_pool.req_to_token.shape[0]
         self.buffers = StepBuffers(self.max_requests, self.config.block_size, self.device)
-        self.engine.noise = StepNoise(self.max_requests, self.config.block_size, self.device)
+        self.policy = DraftPolicy(self.max_requests, self.device)
+        self.engine.randomness = self.buffers.randomness
         # before SGLang captures the target's graphs, which is before ours
         self.engine.finish_in_graph()
 
@@ -198,8 +199,8 @@ class DFlashWorker(compat.BaseSpecWorker):
         )
         info = batch.sampling_info
         if not info.is_all_greedy:
-            self.engine.noise.start(batch.req_pool_indices, info.temperatures.flatten())
-        self.engine.rows.penalties.start(batch.reqs, result.next_token_ids)
+            self.policy.start(batch.req_pool_indices, info.temperatures.flatten())
+        self.engine.row_sampler.penalties.start(batch.reqs, result.next_token_ids)
         state = DFlashState(result.next_token_ids.long(), batch.seq_lens)
         RESULT.write(result, next_draft_input=state)
         return result
@@ -215,11 +216,11 @@ class DFlashWorker(compat.BaseSpecWorker):
             self.ops,
             context,
             buffers=self.buffers,
+            policy=self.policy,
             config=self.config,
             simulation=self.simulation,
         )
-        host.learn(context, commit)
-        self.engine.rows.penalties.commit(batch.reqs, commit.token_ids, commit.lens)
+        self.engine.row_sampler.penalties.commit(batch.reqs, commit.token_ids, commit.lens)
         self.book.batch_step()
         return compat.GenerationBatchResult(
             logits_output=host.target_result.logits_output,

@@ -9,10 +9,10 @@ from typing import Protocol
 from torch import Tensor
 
 from sglang_dflash.kernels import draws, reference
-from sglang_dflash.kernels.draws import Noise, Verdict
+from sglang_dflash.kernels.draws import Noise
 from sglang_dflash.kernels.reference import COUNT_MATCHES
 
-__all__ = ["COUNT_MATCHES", "MAX_TOP_K", "TORCH", "Noise", "Ops", "Verdict", "choose", "triton_ops"]
+__all__ = ["COUNT_MATCHES", "MAX_TOP_K", "TORCH", "Noise", "Ops", "choose", "triton_ops"]
 
 # the most that `sample_rows` takes
 MAX_TOP_K = 128
@@ -72,7 +72,7 @@ class ArgmaxRows(Protocol):
     ) -> Tensor: ...
 
 
-class ArgmaxAndDraw(Protocol):
+class ArgmaxAndSample(Protocol):
     def __call__(self, logits: Tensor, logit_cap: float, noise: Noise) -> Tensor: ...
 
 
@@ -89,19 +89,19 @@ class SampleRows(Protocol):
     ) -> Tensor: ...
 
 
-class VerifyDrawn(Protocol):
+class RejectByBlock(Protocol):
     def __call__(
         self,
         logits: Tensor,
-        drafted: Tensor,
+        draft_logits: Tensor,
         drafts: Tensor,
-        likeliest: Tensor,
+        argmax_drafts: Tensor,
         noise: Noise,
-        lots: Tensor,
+        uniforms: Tensor,
         *,
-        is_drawn: Tensor,
+        is_sampled: Tensor,
         logit_cap: float = 0.0,
-    ) -> Verdict: ...
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class NormAddNorm(Protocol):
@@ -148,9 +148,9 @@ class Ops:
     context_hidden: ContextHidden
     write_context: WriteContext
     argmax_rows: ArgmaxRows
-    argmax_and_draw: ArgmaxAndDraw
+    argmax_and_sample: ArgmaxAndSample
     sample_rows: SampleRows
-    verify_drawn: VerifyDrawn
+    reject_by_block: RejectByBlock
     norm_and_turn: NormAndTurn
     norm_add_norm: NormAddNorm
     thin_linear: ThinLinear
@@ -163,9 +163,9 @@ TORCH = Ops(
     context_hidden=reference.context_hidden,
     write_context=reference.write_context,
     argmax_rows=draws.argmax_rows,
-    argmax_and_draw=draws.argmax_and_draw,
+    argmax_and_sample=draws.argmax_and_sample,
     sample_rows=draws.sample_rows,
-    verify_drawn=draws.verify_drawn,
+    reject_by_block=draws.reject_by_block,
     norm_and_turn=reference.norm_and_turn,
     norm_add_norm=reference.norm_add_norm,
     thin_linear=reference.thin_linear,
@@ -202,9 +202,9 @@ def triton_ops() -> Ops:
         context_hidden=context.context_hidden,
         write_context=context.write_context,
         argmax_rows=argmax.argmax_rows,
-        argmax_and_draw=argmax.argmax_and_draw,
+        argmax_and_sample=argmax.argmax_and_sample,
         sample_rows=sample.sample_rows,
-        verify_drawn=rejection.verify_drawn,
+        reject_by_block=rejection.reject_by_block,
         norm_and_turn=qkv_norm.norm_and_turn,
         norm_add_norm=residual_norm.norm_add_norm,
         thin_linear=thin_linear.thin_linear,

@@ -109,8 +109,8 @@ def argmax_rows(logits: Tensor, logit_cap: float = 0.0, noise: Noise | None = No
     return _argmax(logits, logit_cap, noise, kinds=1)[0]
 
 
-def argmax_and_draw(logits: Tensor, logit_cap: float, noise: Noise) -> Tensor:
-    """Do what `draws.argmax_and_draw` does."""
+def argmax_and_sample(logits: Tensor, logit_cap: float, noise: Noise) -> Tensor:
+    """Do what `draws.argmax_and_sample` does."""
     return _argmax(logits, logit_cap, noise, kinds=2)
 
 

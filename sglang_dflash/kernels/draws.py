@@ -2,7 +2,7 @@
 
 Rejection is by the block. A draft X that was drawn from q is kept or dropped by the target's
 p so that what is committed is distributed as p alone would draw it. Token by token that is done
-with probability min(1, p / q) each. `verify_drawn` looks at the whole prefix instead: one factor
+with probability min(1, p / q) each. `reject_by_block` looks at the whole prefix instead: one factor
 above 1 makes up for one below, so that more tokens are kept, and it is as exact (Sun et al., Block
 Verification Accelerates Speculative Decoding, 2024).
 """
@@ -95,18 +95,18 @@ def argmax_rows(
     return torch.argmax(logits, dim=-1)
 
 
-def argmax_and_draw(
+def argmax_and_sample(
     logits: Tensor,  # [n, V]
     logit_cap: float,
     noise: Noise,  # for n / b rows of each request
 ) -> Tensor:
     """Return each row's likeliest column and one drawn with noise, [2, n] int64; without noise, at
     scale 0, the likeliest twice. The cap bends what is drawn from, and not which is likeliest."""
-    likeliest = argmax_rows(logits)
+    argmax_drafts = argmax_rows(logits)
     per_request = logits.shape[0] // noise.scales.shape[0]
-    is_drawn = noise.scales.repeat_interleave(per_request) > 0
-    drawn = torch.where(is_drawn, argmax_rows(logits, logit_cap, noise), likeliest)
-    return torch.stack([likeliest, drawn])
+    is_sampled = noise.scales.repeat_interleave(per_request) > 0
+    drawn = torch.where(is_sampled, argmax_rows(logits, logit_cap, noise), argmax_drafts)
+    return torch.stack([argmax_drafts, drawn])
 
 
 def sample_rows(
@@ -141,48 +141,44 @@ def sample_rows(
     return torch.where(kept, reached, float("-inf")).argmax(dim=-1)
 
 
-class Verdict(NamedTuple):
-    """What the target makes of blocks of drafts."""
-
-    choices: Tensor  # [b, B] int64: the kept drafts, and behind them the target's own token
-    num_correct: Tensor  # [b] int32: how many drafts are kept; COUNT_MATCHES: those that match
-    gain: Tensor  # [b, B - 1] fp32: how much likelier a drawn draft is kept than a likeliest one
-
-
-def verify_drawn(
+def reject_by_block(
     logits: Tensor,  # [b, B, V], the target's
-    drafted: Tensor,  # [b, B - 1, V], the drafter's
+    draft_logits: Tensor,  # [b, B - 1, V], the drafter's
     drafts: Tensor,  # [b, B - 1] int64
-    likeliest: Tensor,  # [b, B - 1] int64, the drafter's
+    argmax_drafts: Tensor,  # [b, B - 1] int64, the drafter's
     noise: Noise,  # what drawn drafts were drawn with
-    lots: Tensor,  # [b, B - 1] fp32, uniform from 0 to 1
+    uniforms: Tensor,  # [b, B - 1] fp32, uniform from 0 to 1
     *,
-    is_drawn: Tensor,  # [b] bool; other drafts are whatever they are
+    is_sampled: Tensor,  # [b] bool; other drafts are whatever they are
     logit_cap: float = 0.0,
-) -> Verdict:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Keep or drop drafts so that what is committed is a draw from the target's distribution, or
     greedy where a request has no noise.
+
+    Return the kept drafts and behind them the target's own token [b, B] int64; how many drafts are
+    kept [b] int32, COUNT_MATCHES where these are not sampled ones; and the advantage [b, B - 1]
+    fp32, how much likelier a sampled draft is kept than an argmax draft.
 
     With a the chance that a prefix is reached, at most 1, its drafts are kept with the chance
     s / (s + 1 - a), where s is what is left of a p when q is taken away, and the longest kept
     prefix counts. The token behind it is drawn from what is left of a p there.
     """
     temperatures = torch.where(noise.scales > 0, noise.scales, 1.0)[:, None, None]
-    p, q = (_probabilities(x, temperatures, logit_cap) for x in (logits, drafted))
+    p, q = (_probabilities(x, temperatures, logit_cap) for x in (logits, draft_logits))
     # drafts of a row without a number were not drawn from it
-    known = is_drawn[:, None] & (q.sum(-1) > 0)
+    known = is_sampled[:, None] & (q.sum(-1) > 0)
     at = drafts[..., None]
     steps = (p[:, :-1].gather(-1, at) / q.gather(-1, at))[..., 0]
     steps = torch.where(known, steps, 0.0)
     reached = [torch.ones_like(noise.scales)]
     for step in steps.unbind(1):
         reached.append((reached[-1] * step).clamp(max=1.0))
-    a = torch.where(is_drawn[:, None], torch.stack(reached, dim=1), 1.0)
+    a = torch.where(is_sampled[:, None], torch.stack(reached, dim=1), 1.0)
     taken = torch.zeros_like(p)
     taken[:, :-1] = q * known[..., None]
     left = (a[..., None] * p - taken).clamp(min=0.0)
     s = left.sum(-1)
-    keep = torch.where(a < 1, s / (s + 1 - a), 1.0)[:, 1:] > lots
+    keep = torch.where(a < 1, s / (s + 1 - a), 1.0)[:, 1:] > uniforms
     number = torch.arange(1, drafts.shape[1] + 1, device=drafts.device)
     last_kept = torch.where(keep, number, 0).amax(dim=1)
 
@@ -191,13 +187,13 @@ def verify_drawn(
     choices = (torch.maximum(left, FLOOR * p).log() + added).argmax(-1)
     is_greedy = noise.scales <= 0
     choices = torch.where(is_greedy[:, None], _numbers(logits, logit_cap).argmax(-1), choices)
-    by_block = is_drawn & ~is_greedy
+    by_block = is_sampled & ~is_greedy
     num_correct = torch.where(by_block, last_kept, COUNT_MATCHES)
     kept = by_block[:, None] & (number <= num_correct[:, None])
     choices[:, :-1] = torch.where(kept, drafts, choices[:, :-1])
     alike = torch.minimum(p[:, :-1], q).sum(-1)
-    gain = alike - p[:, :-1].gather(-1, likeliest[..., None])[..., 0]
-    return Verdict(choices, num_correct.int(), gain)
+    advantage = alike - p[:, :-1].gather(-1, argmax_drafts[..., None])[..., 0]
+    return choices, num_correct.int(), advantage
 
 
 def _numbers(logits: Tensor, logit_cap: float) -> Tensor:

@@ -6,7 +6,7 @@ how alike the two distributions are. No probability is written to memory. A row 
 between and after the passes one program for each request puts the parts together, finds how far a
 prefix is reached, and keeps or drops the drafts.
 
-Layout contract: logits [b, B, V] and drafted [b, B - 1, V] with adjacent columns.
+Layout contract: logits [b, B, V] and draft_logits [b, B - 1, V] with adjacent columns.
 NaN has no weight, and a request without noise is greedy.
 """
 
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_dflash.kernels.argmax import capped, cut_rows, keep_better, store_winner
-from sglang_dflash.kernels.draws import FLOOR, SALT, Noise, Verdict
+from sglang_dflash.kernels.draws import FLOOR, SALT, Noise
 from sglang_dflash.kernels.noise import gumbel
 from sglang_dflash.kernels.reference import COUNT_MATCHES
 
@@ -80,10 +80,10 @@ def _merge(peaks, sums, at, live):
 # fmt: off
 @triton.jit
 def _reach(
-    logits, drafted, drafts, likeliest, scales, is_drawn,
+    logits, draft_logits, drafts, argmax_drafts, scales, is_sampled,
     p_peaks, p_sums, q_peaks, q_sums, p_whole, q_whole, reached, likely,
     p_request_stride, p_row_stride, q_request_stride, q_row_stride, drafts_stride,
-    likeliest_stride, parts,
+    argmax_stride, parts,
     B: tl.constexpr, LOGIT_CAP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):
     # fmt: on
@@ -100,13 +100,13 @@ def _reach(
         at = (request * (B - 1) + row)[:, None] * parts + part[None, :]
         q_sum = _merge(q_peaks, q_sums, at, live & is_draft[:, None])
         of_p = logits + request * p_request_stride + row * p_row_stride
-        of_q = drafted + request * q_request_stride + row * q_row_stride
+        of_q = draft_logits + request * q_request_stride + row * q_row_stride
         token = tl.load(drafts + request * drafts_stride + row, mask=is_draft, other=0)
-        named = tl.load(likeliest + request * likeliest_stride + row, mask=is_draft, other=0)
+        named = tl.load(argmax_drafts + request * argmax_stride + row, mask=is_draft, other=0)
         p = _scaled(tl.load(of_p + token, mask=is_draft, other=0.0), temperature, LOGIT_CAP)
         q = _scaled(tl.load(of_q + token, mask=is_draft, other=0.0), temperature, LOGIT_CAP)
         x = _scaled(tl.load(of_p + named, mask=is_draft, other=0.0), temperature, LOGIT_CAP)
-        drawn = tl.load(is_drawn + request)
+        drawn = tl.load(is_sampled + request)
         known = is_draft & (q_sum > LOWEST) & drawn
         step = tl.where(known, tl.maximum((p - p_sum) - (q - q_sum), LOWEST), LOWEST)
         # row i is reached as min(1, that of row i - 1 times the step before): in logarithms, the
@@ -127,7 +127,7 @@ def _reach(
 # fmt: off
 @triton.jit
 def _draw_parts(
-    logits, drafted, keys, scales, is_drawn, p_whole, q_whole, reached,
+    logits, draft_logits, keys, scales, is_sampled, p_whole, q_whole, reached,
     lefts, alikes, values, indices,
     p_request_stride, p_row_stride, q_request_stride, q_row_stride, key_stride,
     width, part_width,
@@ -138,11 +138,11 @@ def _draw_parts(
     at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request, row = at // B, at % B
     logits += request * p_request_stride + row * p_row_stride
-    drafted += request * q_request_stride + row * q_row_stride
+    draft_logits += request * q_request_stride + row * q_row_stride
     temperature = tl.load(scales + request)
     key = tl.load(keys + request * key_stride + row) ^ _SALT
     p_sum, q_sum, a = tl.load(p_whole + at), tl.load(q_whole + at), tl.load(reached + at)
-    drawn = tl.load(is_drawn + request)
+    drawn = tl.load(is_sampled + request)
     begin = part * part_width
     end = tl.minimum(begin + part_width, width)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -156,7 +156,7 @@ def _draw_parts(
         x = _scaled(raw, tl.where(temperature > 0, temperature, 1.0), LOGIT_CAP)
         if temperature > 0:
             p = tl.exp(x - p_sum)
-            raw = tl.load(drafted + column, mask=live & (row < B - 1), other=float("nan"))
+            raw = tl.load(draft_logits + column, mask=live & (row < B - 1), other=float("nan"))
             q = tl.exp(_scaled(raw, temperature, LOGIT_CAP) - q_sum)
             alike += tl.minimum(p, q)
             left = tl.maximum(a * p - tl.where(drawn, q, 0.0), 0.0)
@@ -174,8 +174,8 @@ def _draw_parts(
 # fmt: off
 @triton.jit
 def _settle(
-    drafts, lots, scales, is_drawn, reached, likely, lefts, alikes, values, indices,
-    choices, num_correct, gain, drafts_stride, lots_stride, parts,
+    drafts, uniforms, scales, is_sampled, reached, likely, lefts, alikes, values, indices,
+    choices, num_correct, advantage, drafts_stride, uniforms_stride, parts,
     B: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):
     # fmt: on
@@ -197,26 +197,26 @@ def _settle(
         at_row = request * B + row
         a = tl.load(reached + at_row, mask=is_row, other=0.0)
         likely_p = tl.load(likely + at_row, mask=is_draft, other=0.0)
-        tl.store(gain + request * (B - 1) + row, alike - likely_p, mask=is_draft)
-        if tl.load(is_drawn + request):
+        tl.store(advantage + request * (B - 1) + row, alike - likely_p, mask=is_draft)
+        if tl.load(is_sampled + request):
             is_later = is_row & (row > 0)
-            lot = tl.load(lots + request * lots_stride + row - 1, mask=is_later, other=1.0)
+            lot = tl.load(uniforms + request * uniforms_stride + row - 1, mask=is_later, other=1.0)
             chance = tl.where(a < 1, s / (s + 1 - a), 1.0)
             kept = tl.max(tl.where(is_later & (chance > lot), row, 0), 0)
             choice = tl.where(row < kept, draft.to(tl.int32), choice)
     else:
-        tl.store(gain + request * (B - 1) + row, tl.zeros([ROWS], tl.float32), mask=is_draft)
+        tl.store(advantage + request * (B - 1) + row, tl.zeros([ROWS], tl.float32), mask=is_draft)
     tl.store(choices + request * B + row, choice.to(tl.int64), mask=is_row)
     tl.store(num_correct + request, kept)
 
 
 # fmt: off
-def verify_drawn(
-    logits: Tensor, drafted: Tensor, drafts: Tensor, likeliest: Tensor, noise: Noise, lots: Tensor,
-    *, is_drawn: Tensor, logit_cap: float = 0.0,
-) -> Verdict:
+def reject_by_block(
+    logits: Tensor, draft_logits: Tensor, drafts: Tensor, argmax_drafts: Tensor,
+    noise: Noise, uniforms: Tensor, *, is_sampled: Tensor, logit_cap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
     # fmt: on
-    """Do what `draws.verify_drawn` does; a request without noise has no gain."""
+    """Do what `draws.reject_by_block` does; a request without noise has no advantage."""
     requests, rows, width = logits.shape
     device = logits.device
     parts, part_width = cut_rows(requests * rows, width, BLOCK)
@@ -227,35 +227,37 @@ def verify_drawn(
     p_whole, q_whole, reached, likely = torch.empty(4, requests * rows, device=device)
     choices = torch.empty(requests, rows, dtype=torch.int64, device=device)
     num_correct = torch.empty(requests, dtype=torch.int32, device=device)
-    gain = torch.empty(requests, rows - 1, device=device)
+    advantage = torch.empty(requests, rows - 1, device=device)
     size = {"ROWS": triton.next_power_of_2(rows), "PARTS": triton.next_power_of_2(parts)}
     scan = {"LOGIT_CAP": logit_cap, "BLOCK": BLOCK, "num_warps": 4}
-    strides = (logits.stride(0), logits.stride(1), drafted.stride(0), drafted.stride(1))
+    strides = (logits.stride(0), logits.stride(1), draft_logits.stride(0), draft_logits.stride(1))
     _sum_parts[(requests * rows, parts)](
         logits, noise.scales, p_peaks, p_sums, *strides[:2], rows, width, part_width, **scan
     )
     _sum_parts[(requests * (rows - 1), parts)](
-        drafted, noise.scales, q_peaks, q_sums, *strides[2:], rows - 1, width, part_width, **scan
+        *(draft_logits, noise.scales, q_peaks, q_sums, *strides[2:]),
+        *(rows - 1, width, part_width),
+        **scan,
     )
     _reach[(requests,)](
-        *(logits, drafted, drafts, likeliest, noise.scales, is_drawn),
+        *(logits, draft_logits, drafts, argmax_drafts, noise.scales, is_sampled),
         *(p_peaks, p_sums, q_peaks, q_sums, p_whole, q_whole, reached, likely),
-        *(*strides, drafts.stride(0), likeliest.stride(0), parts),
+        *(*strides, drafts.stride(0), argmax_drafts.stride(0), parts),
         B=rows,
         LOGIT_CAP=logit_cap,
         **size,
     )
     _draw_parts[(requests * rows, parts)](
-        *(logits, drafted, noise.keys, noise.scales, is_drawn, p_whole, q_whole, reached),
+        *(logits, draft_logits, noise.keys, noise.scales, is_sampled, p_whole, q_whole, reached),
         *(lefts, alikes, values, indices, *strides, noise.keys.stride(0), width, part_width),
         B=rows,
         **scan,
     )
     _settle[(requests,)](
-        *(drafts, lots, noise.scales, is_drawn, reached, likely),
-        *(lefts, alikes, values, indices, choices, num_correct, gain),
-        *(drafts.stride(0), lots.stride(0), parts),
+        *(drafts, uniforms, noise.scales, is_sampled, reached, likely),
+        *(lefts, alikes, values, indices, choices, num_correct, advantage),
+        *(drafts.stride(0), uniforms.stride(0), parts),
         B=rows,
         **size,
     )
-    return Verdict(choices, num_correct, gain)
+    return choices, num_correct, advantage

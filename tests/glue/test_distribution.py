@@ -2,8 +2,8 @@
 
 A toy target whose next token depends on the last one alone, so that the exact probability of every
 pair of tokens is known; SGLang's sampler or our draws, and our walk do the rest, 40,000 chains at
-once. The drafts are a drafter's likeliest tokens, or drawn: these are kept by the block, or with
-top_k where the target's draws, which share their noise, fall on them.
+once. The drafts are a drafter's argmax tokens, or sampled: these are kept by block verification, or
+with top_k where they match the target's draws, which share their noise.
 """
 
 from __future__ import annotations
@@ -17,15 +17,24 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from sglang_dflash.accept import accept
+from sglang_dflash.accept import accept, decide
+from sglang_dflash.buffers import StepRandomness
 from sglang_dflash.glue import compat
-from sglang_dflash.glue.drawn import SampledDrafts
 from sglang_dflash.glue.head import VerifyHead
-from sglang_dflash.glue.noise import StepNoise
 from sglang_dflash.glue.penalties import PenaltyTable
-from sglang_dflash.glue.sampling import RowSampler
+from sglang_dflash.glue.sampling import RowSampler, plan_of
 from sglang_dflash.kernels import COUNT_MATCHES, TORCH, Noise, draws
-from sglang_dflash.types import DraftBlock, DraftContext, TargetOutput
+from sglang_dflash.policy import DraftPolicy
+from sglang_dflash.types import (
+    DraftBlock,
+    DraftContext,
+    DraftOutput,
+    Proposal,
+    Randomness,
+    SampledDrafts,
+    SamplingPlan,
+    TargetOutput,
+)
 
 CHAINS, VOCAB, WIDTH = 40_000, 12, 4
 ALL = 1 << 30
@@ -37,7 +46,7 @@ CASES = {
     "top_k 8, top_p 0.9": {"temperature": 1.0, "top_k": 8, "top_p": 0.9},
     "min_p 0.1": {"temperature": 1.0, "min_p": 0.1},
 }
-DRAWN = ("temperature 1", "temperature 0.7", "top_k 8, top_p 0.9")
+SAMPLED = ("temperature 1", "temperature 0.7", "top_k 8, top_p 0.9")
 
 
 @pytest.fixture
@@ -92,48 +101,65 @@ class Toy:
         self.batch = make_batch(options)
         # no target whose logits could be left as its head wrote them
         head = VerifyHead(torch.nn.Identity(), TORCH, device_type="cpu")
-        self.rows = RowSampler(sampler, head, PenaltyTable(VOCAB, "cpu"))
+        self.row_sampler = RowSampler(sampler, head, PenaltyTable(VOCAB, "cpu"))
         # SGLang's sampler draws, where there is one
-        self.noise = StepNoise(CHAINS, WIDTH, "cpu") if sampler is None else None
+        self.is_ours = sampler is None
+        self.randomness = StepRandomness(CHAINS, WIDTH, "cpu")
+        self.policy = DraftPolicy(CHAINS, "cpu")
+        self.change: Callable[[SampledDrafts], SampledDrafts] = lambda drafts: drafts
         # a drafter that knew the target would draw its very tokens
         self.error = torch.randn(VOCAB) if sampler is None else torch.zeros(VOCAB)
         self.sharpness = 1.0
 
     def step(self, anchors: torch.Tensor, *, greedy_after_first: bool = False) -> Any:
-        """Draft a chain, verify, walk, learn; return the commit."""
-        noise = self.noise.draw(self.batch) if self.noise else None
-        likeliest, _ = self.chain(anchors, None)
-        rows, drafts, verified = torch.arange(CHAINS), None, likeliest
-        if self.noise:
-            assert noise is not None
-            drawn, logits = self.chain(anchors, noise)
-            both = torch.stack([likeliest, drawn])
-            drafts = self.noise.offer(rows, noise, drafts=both, logits=logits)
+        """Draft a chain, verify, decide, learn; return the commit."""
+        plan = plan_of(self.batch) if self.is_ours else None
+        randomness = self.randomness.draw(plan)
+        argmax_drafts, _ = self.chain(anchors, None)
+        rows, drafts, verified = torch.arange(CHAINS), None, argmax_drafts
+        if randomness is not None:
+            sampled_drafts, logits = self.chain(anchors, randomness)
+            output = DraftOutput(argmax_drafts, sampled_drafts, logits)
+            drafts = self.change(self.policy.select(rows, output, randomness))
             verified = drafts.verified
         token_ids = torch.cat([anchors[:, None], verified], dim=1)
         positions = torch.arange(WIDTH).expand(CHAINS, WIDTH)
         block = DraftBlock(token_ids=token_ids, positions=positions, slots=positions)
         context = DraftContext(anchors=anchors, lens=torch.zeros_like(anchors), rows=rows)
-        output = compat.LogitsProcessorOutput(next_token_logits=self.logits[token_ids.flatten()])
-        choices, kept, gain = self.rows.choose(self.batch, output, context, block, drafts=drafts)
+        found = compat.LogitsProcessorOutput(next_token_logits=self.logits[token_ids.flatten()])
+        choices = None
+        if plan is None:
+            choices = self.row_sampler.choose(self.batch, found, context, block)
+            assert choices is not None
         if greedy_after_first:
+            assert choices is not None
             choices[:, 1:] = self.logits[token_ids[:, 1:]].argmax(-1)
-        target = TargetOutput(choices=choices, features=choices, num_correct=kept)
-        commit = accept(TORCH, context, block, target)
-        if self.noise:
-            assert gain is not None
-            self.noise.learn(rows, gain, lens=commit.lens)
+        target = TargetOutput(token_ids, choices=choices, logits=found.next_token_logits)
+        verdict = decide(TORCH, plan, Proposal(block, drafts), target)
+        commit = accept(TORCH, context, block, verdict)
+        if randomness is not None:
+            assert verdict.advantage is not None
+            scales = randomness.scales
+            self.policy.learn(rows, verdict.advantage, temperatures=scales, lens=commit.lens)
         return commit
 
-    def chain(self, anchors: torch.Tensor, noise: Noise | None) -> tuple[torch.Tensor, ...]:
+    def chain(
+        self, anchors: torch.Tensor, randomness: Randomness | None
+    ) -> tuple[torch.Tensor, ...]:
         """Return a drafter's tokens after the anchors, [b, B - 1], and what they were chosen from,
         [b, B - 1, V]."""
         tokens, seen = [anchors], []
         for i in range(WIDTH - 1):
-            shared = noise and Noise(noise.keys[:, i : i + 1], noise.scales)
+            shared = randomness and Noise(randomness.keys[:, i : i + 1], randomness.scales)
             seen.append(self.logits[tokens[-1]] * self.sharpness + self.error)
             tokens.append(TORCH.argmax_rows(seen[-1], noise=shared))
         return torch.stack(tokens[1:], dim=1), torch.stack(seen, dim=1)
+
+    def is_sampled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return which requests verify sampled drafts, as the policy has it now."""
+        nothing = torch.zeros(len(rows), WIDTH - 1, dtype=torch.int64)
+        randomness = Randomness(nothing, nothing, nothing)
+        return self.policy.select(rows, DraftOutput(nothing, nothing), randomness).is_sampled
 
     def pairs(self, *, greedy_after_first: bool = False) -> torch.Tensor:
         """Return how often each pair of first tokens after token 0 came, [V, V]."""
@@ -180,15 +206,15 @@ def test_pairs_of_tokens_are_distributed_as_plain_decoding(sampler: Any, name: s
     assert p_value(toy.pairs(), exact_pairs(toy.logits, CASES[name])) > 1e-3
 
 
-@pytest.mark.parametrize("name", DRAWN)
-def test_so_are_pairs_whose_drafts_are_drawn(name: str) -> None:
+@pytest.mark.parametrize("name", SAMPLED)
+def test_so_are_pairs_whose_drafts_are_sampled(name: str) -> None:
     """Our kernels' twins draw: there is no sampler of SGLang's here."""
     toy = Toy(None, CASES[name])
     assert p_value(toy.pairs(), exact_pairs(toy.logits, CASES[name])) > 1e-3
 
 
-def test_requests_of_every_kind_are_drawn_side_by_side() -> None:
-    """A third each is greedy, draws from eight tokens, and from all."""
+def test_requests_of_every_kind_are_sampled_side_by_side() -> None:
+    """A third each is greedy, samples from eight tokens, and from all."""
     toy = Toy(None, CASES["temperature 1"])
     kinds = [{"temperature": 1.0, "top_k": 1}, CASES["top_k 8, top_p 0.9"], CASES["temperature 1"]]
     infos = [make_batch(options) for options in kinds]
@@ -197,25 +223,25 @@ def test_requests_of_every_kind_are_drawn_side_by_side() -> None:
         parts = [getattr(each.sampling_info, name) for each in infos]
         setattr(info, name, torch.cat([p[i::3] for i, p in enumerate(parts)]))
     toy.batch.reqs = [each.reqs[0] for each in infos]
-    assert toy.noise is not None
-    noise = toy.noise.draw(toy.batch)
-    assert noise is not None
-    drafted = (toy.logits[0] + toy.error).expand(CHAINS, WIDTH - 1, -1)
-    both = TORCH.argmax_and_draw(drafted.flatten(0, 1), 0.0, noise).view(2, CHAINS, -1)
-    drafts = toy.noise.offer(torch.arange(CHAINS), noise, drafts=both, logits=drafted)
+    plan = plan_of(toy.batch)
+    randomness = toy.randomness.draw(plan)
+    assert plan is not None and plan.any_top_k and plan.any_unfiltered and randomness is not None
+    logits = (toy.logits[0] + toy.error).expand(CHAINS, WIDTH - 1, -1)
+    noise = Noise(randomness.keys, randomness.scales)
+    both = TORCH.argmax_and_sample(logits.flatten(0, 1), 0.0, noise).view(2, CHAINS, -1)
+    drafts = toy.policy.select(torch.arange(CHAINS), DraftOutput(*both, logits), randomness)
     block = DraftBlock(*(torch.zeros(CHAINS, WIDTH, dtype=torch.int64) for _ in range(3)))
-    output = compat.LogitsProcessorOutput(
-        next_token_logits=toy.logits[0].expand(CHAINS * WIDTH, -1)
-    )
-    found, kept, _ = toy.rows.choose(toy.batch, output, None, block, drafts=drafts)
+    target = TargetOutput(block.slots, logits=toy.logits[0].expand(CHAINS * WIDTH, -1))
+    verdict = decide(TORCH, plan, Proposal(block, drafts), target)
+    found, kept = verdict.choices, verdict.num_correct
     assert kept is not None
     sizes = [len(range(i, CHAINS, 3)) for i in range(3)]
-    greedy, few, free = found.split(sizes)
+    greedy, top_k, unfiltered = found.split(sizes)
     assert (greedy == toy.logits[0].argmax()).all()
-    # of what is drawn from all, the rows behind a dropped draft are nothing
-    for drawn, options in ((few.flatten(), kinds[1]), (free[:, 0], kinds[2])):
+    # of unfiltered samples, the rows behind a dropped draft are nothing
+    for sampled, options in ((top_k.flatten(), kinds[1]), (unfiltered[:, 0], kinds[2])):
         expected = exact_pairs(toy.logits, options).view(VOCAB, VOCAB).sum(1)
-        assert p_value(torch.bincount(drawn, minlength=VOCAB), expected) > 1e-3
+        assert p_value(torch.bincount(sampled, minlength=VOCAB), expected) > 1e-3
     walked = (drafts.verified == found[:, :-1]).long().cumprod(1).sum(1)
     by_block = torch.arange(CHAINS) >= sizes[0] + sizes[1]
     assert ((kept == COUNT_MATCHES) == ~by_block).all()
@@ -227,37 +253,34 @@ def test_requests_of_every_kind_are_drawn_side_by_side() -> None:
 def test_whole_blocks_keep_more_than_shared_noise_and_that_more_than_other_noise() -> None:
     toy = Toy(None, CASES["temperature 1"])
     start = torch.zeros(CHAINS, dtype=torch.int64)
-    choose = toy.rows.choose
 
     def mean_length(change: Callable[[SampledDrafts], SampledDrafts]) -> float:
-        def changed(*args: Any, drafts: SampledDrafts, **rest: Any) -> Any:
-            return choose(*args, drafts=change(drafts), **rest)
-
-        toy.rows.choose = changed  # type: ignore[method-assign]
+        toy.change = change
         return float(toy.step(start).lens.float().mean())
 
     by_block = mean_length(lambda drafts: drafts)
-    shared = mean_length(lambda drafts: replace(drafts, logits=None))
+    shared = mean_length(lambda drafts: replace(drafts, draft_logits=None))
     other = mean_length(
         lambda drafts: replace(
-            drafts, logits=None, noise=Noise(drafts.noise.keys.flip(0), drafts.noise.scales)
+            drafts,
+            draft_logits=None,
+            randomness=replace(drafts.randomness, keys=drafts.randomness.keys.flip(0)),
         )
     )
     assert by_block > 1.05 * shared > 1.05 * 1.3 * other
 
 
 @pytest.mark.parametrize(
-    ("temperature", "sharpness", "drawn_is_better"), [(0.7, 1.0, True), (0.3, 0.1, False)]
+    ("temperature", "sharpness", "sampled_is_better"), [(0.7, 1.0, True), (0.3, 0.1, False)]
 )
 def test_drafts_follow_what_was_right_so_far(
-    temperature: float, sharpness: float, drawn_is_better: bool
+    temperature: float, sharpness: float, sampled_is_better: bool
 ) -> None:
-    """A drafter that is less certain than the target had better name its likeliest token. Whatever
-    it names, the tokens are distributed as ever."""
+    """A drafter that is less certain than the target had better name its argmax token. Whatever it
+    names, the tokens are distributed as ever."""
     options = {"temperature": temperature}
     toy = Toy(None, options)
     toy.sharpness, toy.error = sharpness, sharpness * toy.error
-    assert toy.noise is not None
     anchors = torch.zeros(CHAINS, dtype=torch.int64)
     lens = []
     for _ in range(12):
@@ -265,31 +288,28 @@ def test_drafts_follow_what_was_right_so_far(
         anchors = commit.bonus
         lens.append(float(commit.lens.float().mean()))
     rows = torch.arange(CHAINS)
-    noise, nothing = toy.noise.room(CHAINS), torch.zeros(2, CHAINS, 1)
-    drawn = toy.noise.offer(rows, noise, drafts=nothing, logits=None).is_drawn
-    assert drawn.float().mean() > 0.9 if drawn_is_better else drawn.float().mean() < 0.1
-    # all began with drawn drafts
-    assert drawn_is_better or lens[-1] > 1.2 * lens[0]
+    share = toy.is_sampled(rows).float().mean()
+    assert share > 0.9 if sampled_is_better else share < 0.1
+    # all began with sampled drafts
+    assert sampled_is_better or lens[-1] > 1.2 * lens[0]
     assert p_value(toy.pairs(), exact_pairs(toy.logits, options)) > 1e-3
-    # a new request begins as others of its temperature do, the first of another with drawn ones
+    # a new request begins as others of its temperature do, the first of another with sampled ones
     rows = rows[:2]
-    toy.noise.start(rows, torch.tensor([temperature, 1.5]))
-    drawn = toy.noise.offer(rows, noise, drafts=nothing, logits=None).is_drawn
-    assert drawn.tolist() == [drawn_is_better, True]
+    toy.policy.start(rows, torch.tensor([temperature, 1.5]))
+    assert toy.is_sampled(rows).tolist() == [sampled_is_better, True]
 
 
 def test_the_check_sees_noise_that_two_rows_share() -> None:
     toy = Toy(None, CASES["temperature 1"])
-    assert toy.noise is not None
-    draw = toy.noise.draw
+    draw = toy.randomness.draw
 
-    def draw_one_key(batch: Any) -> Noise | None:
-        noise = draw(batch)
-        assert noise is not None
-        noise.keys[:] = noise.keys[:, :1].clone()
-        return noise
+    def draw_one_key(plan: SamplingPlan | None) -> Randomness | None:
+        randomness = draw(plan)
+        assert randomness is not None
+        randomness.keys[:] = randomness.keys[:, :1].clone()
+        return randomness
 
-    toy.noise.draw = draw_one_key  # type: ignore[method-assign]
+    toy.randomness.draw = draw_one_key  # type: ignore[method-assign]
     assert p_value(toy.pairs(), exact_pairs(toy.logits, CASES["temperature 1"])) < 1e-6
 
 
@@ -311,20 +331,20 @@ def test_the_check_sees_drafts_that_are_kept_by_their_own_noise(
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_what_our_kernels_cannot_draw_gets_no_noise(change: dict[str, Any]) -> None:
+def test_what_our_kernels_cannot_sample_gets_no_noise(change: dict[str, Any]) -> None:
     toy = Toy(None, CASES["temperature 1"])
-    assert toy.noise is not None and toy.noise.draw(toy.batch) is not None
-    assert toy.noise.room(3).scales.tolist() == [1.0] * 3
+    assert toy.randomness.draw(plan_of(toy.batch)) is not None
+    assert toy.randomness.for_batch(3).scales.tolist() == [1.0] * 3
     for name, value in change.items():
         setattr(toy.batch.sampling_info, name, value)
-    assert toy.noise.draw(toy.batch) is None
+    assert toy.randomness.draw(plan_of(toy.batch)) is None
     # what a captured graph goes on reading is without effect
-    assert toy.noise.room(3).scales.tolist() == [0.0] * 3
+    assert toy.randomness.for_batch(3).scales.tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("name", ["temperature 1"])
 def test_the_check_sees_a_wrong_rule(sampler: Any, name: str) -> None:
-    """Sampling the first row only, and taking the likeliest token after it."""
+    """Sampling the first row only, and taking the argmax token after it."""
     toy = Toy(sampler, CASES[name])
     counts = toy.pairs(greedy_after_first=True)
     assert p_value(counts, exact_pairs(toy.logits, CASES[name])) < 1e-6

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_dflash.buffers import StepRandomness
 from sglang_dflash.glue.cpu import products
 from sglang_dflash.glue.head import DraftHead, VerifyHead
 from sglang_dflash.glue.host import Engine
-from sglang_dflash.glue.noise import StepNoise
 from sglang_dflash.kernels import TORCH
 
 LAYERS, HIDDEN, KV_HEADS, DIM, SLOTS, VOCAB = 3, 24, 2, 8, 20, 50
@@ -57,7 +57,7 @@ def engine() -> Engine:
     lm_head = SimpleNamespace(weight=weight(VOCAB + 4, HIDDEN))
     found.head = DraftHead(SimpleNamespace(lm_head=lm_head), VOCAB, TORCH)
     found.graph_logits = None
-    found.noise = StepNoise(2, 4, "cpu")
+    found.randomness = StepRandomness(2, 4, "cpu")
     return found
 
 
@@ -103,7 +103,7 @@ def test_the_end_of_a_draft_graph_leaves_the_drafts_and_what_they_were_chosen_fr
     # the products of a CPU's server
     monkeypatch.setattr(products, "multiply", lambda _x, _weight: None)
     hidden = torch.randn(8, HIDDEN)
-    noise = engine.noise.room(2)
+    noise = engine.randomness.for_batch(2)
     noise.keys.random_()
     noise.scales.fill_(0.9)
     engine.draft_head_in_graph(2)
@@ -114,7 +114,8 @@ def test_the_end_of_a_draft_graph_leaves_the_drafts_and_what_they_were_chosen_fr
         size = num_tokens // 4
         drafts, logits = engine.drafts_of_graph(size)
         with torch.inference_mode():  # as in a step
-            expected, from_logits = engine.draft_head(hidden[:num_tokens], engine.noise.room(size))
+            noise = engine.randomness.for_batch(size)
+            expected, from_logits = engine.draft_head(hidden[:num_tokens], noise)
         assert logits is not None and logits.shape == (size, 3, VOCAB)
         torch.testing.assert_close(logits, from_logits)
         assert torch.equal(drafts, expected) and not torch.equal(drafts[0], drafts[1])

@@ -33,7 +33,7 @@ def test_a_tied_embedding_is_whole_on_every_rank() -> None:
     """Gemma 4's head is a plain torch embedding."""
     found = draft_head(nn.Embedding(VOCAB + 4, HIDDEN))
     assert found.sees_all
-    assert found.used(found.room(3)).shape == (3, VOCAB)
+    assert found.without_vocab_padding(found.allocate_logits(3)).shape == (3, VOCAB)
 
 
 def test_a_parallel_head_says_which_tokens_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang_dflash.kernels import COUNT_MATCHES, TORCH, Noise, triton_ops
+from sglang_dflash.types import Verdict
 from tests.kernels.interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
 if INTERPRETED or torch.cuda.is_available():
@@ -154,8 +155,8 @@ def test_argmax_rows_with_noise(rows: int, width: int, dtype: torch.dtype) -> No
         plain = TORCH.argmax_rows(logits, cap)
         assert_same(found[rows : 2 * rows], plain[rows : 2 * rows])
         assert width < 100 or not torch.equal(found[2 * rows :], plain[2 * rows :])
-        both = TRITON.argmax_and_draw(logits, cap, noise)
-        assert_same(both, TORCH.argmax_and_draw(logits, cap, noise))
+        both = TRITON.argmax_and_sample(logits, cap, noise)
+        assert_same(both, TORCH.argmax_and_sample(logits, cap, noise))
         assert_same(both[0], TORCH.argmax_rows(logits))
         assert_same(both[1], torch.where(found == plain, both[0], found))
 
@@ -313,8 +314,8 @@ def test_index_prefixes(window: int) -> None:
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "width"), [(2, 5), (16, 700), (5, 4100)])
-def test_verify_drawn(rows: int, width: int, dtype: torch.dtype) -> None:
-    """Drafts that were drawn and others, with little, without and with much noise; a drafter that
+def test_reject_by_block(rows: int, width: int, dtype: torch.dtype) -> None:
+    """Sampled drafts and others, with little, without and with much noise; a drafter that
     is near the target, so that every number of drafts is kept; a row that holds no number."""
     torch.manual_seed(width)
     requests = 9
@@ -325,30 +326,34 @@ def test_verify_drawn(rows: int, width: int, dtype: torch.dtype) -> None:
     bad = (rows - 1) // 2
     near[3, bad] = float("nan")
     logits[5, 0, 0] = float("nan")
-    is_drawn = torch.arange(requests, device=DEVICE) < 6
-    lots = torch.rand(requests, rows - 1, device=DEVICE)
+    is_sampled = torch.arange(requests, device=DEVICE) < 6
+    uniforms = torch.rand(requests, rows - 1, device=DEVICE)
     lens = draw(90, requests)
     for cap in (0.0, 30.0):
-        both = TORCH.argmax_and_draw(near.flatten(0, 1), cap, noise)
-        likeliest, drawn = both.view(2, requests, rows - 1)
-        drafts = torch.where(is_drawn[:, None], drawn, likeliest)
-        asked = (logits, near, drafts, likeliest, noise, lots)
+        both = TORCH.argmax_and_sample(near.flatten(0, 1), cap, noise)
+        argmax_drafts, sampled_drafts = both.view(2, requests, rows - 1)
+        drafts = torch.where(is_sampled[:, None], sampled_drafts, argmax_drafts)
+        asked = (logits, near, drafts, argmax_drafts, noise, uniforms)
         one, two = (
-            ops.verify_drawn(*asked, is_drawn=is_drawn, logit_cap=cap) for ops in (TORCH, TRITON)
+            Verdict(*ops.reject_by_block(*asked, is_sampled=is_sampled, logit_cap=cap))
+            for ops in (TORCH, TRITON)
         )
         assert_same(two.num_correct, one.num_correct)
         noisy = noise.scales > 0
-        assert_same(one.num_correct == COUNT_MATCHES, ~(is_drawn & noisy))
+        assert_same(one.num_correct == COUNT_MATCHES, ~(is_sampled & noisy))
         token_ids = torch.cat([drafts[:, :1], drafts], dim=1)
-        block = (token_ids, one.choices, lens, token_ids)
-        commit_lens, *_ = TORCH.accept_block(*block, one.num_correct)
-        committed = torch.arange(rows, device=DEVICE) < commit_lens[:, None]
+        commits = [
+            TORCH.accept_block(token_ids, each.choices, lens, token_ids, each.num_correct)
+            for each in (one, two)
+        ]
+        assert_same(*commits)
+        committed = torch.arange(rows, device=DEVICE) < commits[0][0][:, None]
         assert_same(two.choices[committed], one.choices[committed])
-        torch.testing.assert_close(two.gain[noisy], one.gain[noisy], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(two.advantage[noisy], one.advantage[noisy], atol=1e-5, rtol=1e-4)
         assert one.num_correct[3] <= bad
         assert_same(one.choices[1], TORCH.argmax_rows(logits[1], cap))
     if rows > 2:
-        assert 0 < one.num_correct[is_drawn & noisy].float().mean() < rows - 1
+        assert 0 < one.num_correct[is_sampled & noisy].float().mean() < rows - 1
 
 
 if not INTERPRETED:

@@ -30,8 +30,9 @@ def activate() -> None:
     real_draft = host.BatchHost.draft_tokens
     real_write = host.BatchHost.write_draft_kv
 
-    def draft_tokens(self: Any, context: Any, masked: Any) -> Any:
-        drafts = real_draft(self, context, masked)
+    def draft_tokens(self: Any, context: Any, masked: Any, randomness: Any) -> Any:
+        output = real_draft(self, context, masked, randomness)
+        drafts = output.argmax_drafts
         vocab = self._engine.config.drafter.vocab_size
         if any(req.rid.startswith("raise-") for req in self._batch.reqs):
             raise RuntimeError("scripted failure")
@@ -42,11 +43,12 @@ def activate() -> None:
             start = int(context.lens[i])
             if kind[1] != "record":
                 drafts[i] = drafts.new_tensor(script(kind, req, start, drafts.shape[1], vocab))
+                output.sampled_drafts[i] = drafts[i]
             else:
                 line = {"rid": req.rid, "start": start, "drafts": drafts[i].tolist()}
                 with (FOLDER / "blocks.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
-        return drafts
+        return output
 
     def write_draft_kv(self: Any, features: Any, positions: Any, slots: Any) -> None:
         spoilt = [k for k in ("nan", "inf") for r in self._batch.reqs if r.rid.startswith(f"{k}-")]

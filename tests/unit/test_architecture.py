@@ -34,9 +34,10 @@ ALLOWED = {
     # the server harness sums the meter's counts
     "testing": {"metrics", "testing"},
     "host": {"types"},
-    "buffers": {"types"},
+    "buffers": {"kernels", "types"},
     "kernels": {"kernels"},
-    "draft": {"buffers", "config", "host", "kernels", "types"},
+    "policy": {"types"},
+    "draft": {"buffers", "config", "host", "kernels", "policy", "types"},
     "verify": {"host", "types"},
     "accept": {"kernels", "types"},
     "commit": {"host", "types"},
@@ -48,6 +49,7 @@ ALLOWED = {
         "draft",
         "host",
         "kernels",
+        "policy",
         "types",
         "verify",
     },
@@ -78,13 +80,12 @@ GLUE_LAYERS = (
     {"compat"},
     {"changes"},
     # one subject each
-    {"cpu", "drawn", "features", "grammar", "metrics", "penalties", "start", "state"},
+    {"cpu", "features", "grammar", "metrics", "penalties", "start", "state"},
     {"cpu.attention", "cpu.experts", "cpu.products", "cpu.sampling"},
     {"attention", "draft_model", "finish", "layers", "server_args"},
     {"head", "memory", "updates"},
     # a step, from its rows to the worker
     {"sampling"},
-    {"noise"},
     {"host"},
     {"worker"},
     # what starts everything, and the commands
@@ -229,3 +230,24 @@ def test_glue_imports_earlier_layers_only(path: Path) -> None:
         used = name.removeprefix("sglang_dflash.glue.")
         if used != name:
             assert layer[used] < layer[own], f"{own} imports {used}, which is not below it"
+
+
+def calls_of(path: Path) -> list[tuple[str, int]]:
+    """Return the methods that a module calls, with how many arguments."""
+    return [
+        (node.func.attr, len(node.args) + len(node.keywords))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+
+
+def test_stage_3_alone_decides_which_drafts_are_kept() -> None:
+    """A second caller is a second acceptance rule, which the oracle's tests do not see."""
+    callers: dict[str, set[str]] = {}
+    for path in SOURCES:
+        for name, given in calls_of(path):
+            # with noise, the third argument, an argmax samples
+            if name != "argmax_rows" or given > 2:
+                callers.setdefault(name, set()).add(str(path.relative_to(PACKAGE)))
+    for op in ("accept_block", "sample_rows", "reject_by_block", "argmax_rows"):
+        assert callers[op] == {"accept.py"}, f"{op} is called in {sorted(callers[op])}"

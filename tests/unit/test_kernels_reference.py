@@ -318,22 +318,23 @@ def test_blocks_are_kept_as_the_oracle_keeps_them() -> None:
 
     keys = torch.empty(times, width, dtype=torch.int64).random_(generator=generator)
     noise = Noise(keys, torch.full((times,), temperature))
-    drafted = near.expand(times, -1, -1)
-    likeliest, drawn = draws.argmax_and_draw(drafted.flatten(0, 1), 0.0, noise).view(2, times, -1)
-    found = draws.verify_drawn(
+    draft_logits = near.expand(times, -1, -1)
+    both = draws.argmax_and_sample(draft_logits.flatten(0, 1), 0.0, noise)
+    argmax_drafts, sampled_drafts = both.view(2, times, -1)
+    choices, num_correct, _ = draws.reject_by_block(
         logits.expand(times, -1, -1),
-        drafted,
-        drawn,
-        likeliest,
+        draft_logits,
+        sampled_drafts,
+        argmax_drafts,
         noise,
         torch.rand(times, width - 1, generator=generator),
-        is_drawn=torch.ones(times, dtype=torch.bool),
+        is_sampled=torch.ones(times, dtype=torch.bool),
     )
     expected = torch.softmax(logits[0].double() / temperature, -1) * times
-    firsts = (torch.tensor([tokens[0] for tokens in by_one]), found.choices[:, 0])
+    firsts = (torch.tensor([tokens[0] for tokens in by_one]), choices[:, 0])
     for first in firsts:
         assert chisquare(first.bincount(minlength=6), expected).pvalue > 1e-3
-    lengths = torch.tensor([len(tokens) for tokens in by_one]), found.num_correct + 1
+    lengths = torch.tensor([len(tokens) for tokens in by_one]), num_correct + 1
     counts = torch.stack([each.bincount(minlength=width + 1)[1:] for each in lengths])
     assert counts.min() > 100
     assert chi2_contingency(counts).pvalue > 1e-3

@@ -8,8 +8,9 @@ from sglang_dflash.accept import Simulation
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.config import DFlashConfig, DrafterSpec, Overlap
 from sglang_dflash.kernels import TORCH
+from sglang_dflash.policy import DraftPolicy
 from sglang_dflash.step import decode_step, prefill_step
-from sglang_dflash.types import DraftContext, TargetOutput
+from sglang_dflash.types import DraftContext, DraftOutput, TargetOutput, Verdict
 
 B = 4
 
@@ -49,15 +50,18 @@ class CountingHost:
     def slot_table(self):
         return torch.arange(2 * 64).view(2, 64)
 
-    def draft_tokens(self, context, masked):
+    def sampling_plan(self):
+        return None
+
+    def draft_tokens(self, context, masked, randomness):
         self.events.append("draft")
         assert (masked.token_ids[:, 1:] == 99).all()
         drafts = context.anchors[:, None] + torch.arange(1, B)
         for row, limit in enumerate(self.right_until):
             drafts[row, limit:] = 0
-        return drafts
+        return DraftOutput(drafts, drafts)
 
-    def verify_block(self, context, block):
+    def verify_block(self, context, block, plan):
         self.events.append("verify")
         return TargetOutput(
             choices=block.token_ids + 1, features=block.token_ids.flatten()[:, None].float()
@@ -81,7 +85,13 @@ def run(right_until: list[int], simulation: Simulation | None = None):
     )
     buffers = StepBuffers(max_requests=4, block_size=B, device="cpu")
     return host, decode_step(
-        host, TORCH, context, buffers=buffers, config=config(), simulation=simulation
+        host,
+        TORCH,
+        context,
+        buffers=buffers,
+        policy=DraftPolicy(4, "cpu"),
+        config=config(),
+        simulation=simulation,
     )
 
 
@@ -138,11 +148,11 @@ def test_simulated_acceptance_commits_its_length_whatever_the_target_says() -> N
 def test_simulated_acceptance_is_the_same_on_every_rank_and_right_on_average() -> None:
     """Ranks that committed different numbers of tokens would wait for each other for ever."""
     length = 3.3
-    target = TargetOutput(choices=torch.zeros(3, 8, dtype=torch.int64), features=torch.zeros(24, 1))
+    verdict = Verdict(choices=torch.zeros(3, 8, dtype=torch.int64))
     ranks = Simulation(length), Simulation(length)
     committed = []
     for step in range(1, 1001):
-        one, other = (rank.num_correct(target) for rank in ranks)
+        one, other = (rank.num_correct(verdict) for rank in ranks)
         assert one.tolist() == other.tolist() == [int(one[0])] * 3
         assert one.dtype == torch.int32
         committed.append(int(one[0]) + 1)

@@ -1,0 +1,62 @@
+"""Which drafts a sampled request verifies: the drafter's argmax tokens, or tokens sampled from it.
+
+Where the target is uncertain, sampled drafts are kept more often: block verification keeps or drops
+them so that what is committed is distributed as the target alone would sample it
+(`kernels/draws.py`). Where only the drafter is uncertain, its argmax tokens match more often. So
+each request verifies the kind that would have been kept more often so far. A new request begins
+with what holds for others of its temperature.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.types import DraftOutput, Randomness, SampledDrafts
+
+# the share of the evidence that is left a step later: about the last 50 steps count
+ADVANTAGE_DECAY = 0.98
+# bins of 1/8, and one for 2 and above
+TEMPERATURE_BINS = 17
+
+
+class DraftPolicy:
+    """The decayed advantage of sampled over argmax drafts, per request row and temperature bin."""
+
+    def __init__(self, max_requests: int, device: torch.device | str) -> None:
+        self._advantage = torch.zeros(max_requests, device=device)
+        self._advantage_by_temperature = torch.zeros(TEMPERATURE_BINS, device=device)
+
+    def start(self, rows: Tensor, temperatures: Tensor) -> None:
+        """Begin requests at these rows with the mean advantage at their temperatures [b]."""
+        usual = self._advantage_by_temperature[_bins(temperatures)]
+        self._advantage.index_copy_(0, rows, usual)
+
+    def select(self, rows: Tensor, drafts: DraftOutput, randomness: Randomness) -> SampledDrafts:
+        """Choose for each request which kind of drafts is verified."""
+        is_sampled = self._advantage[rows] >= 0
+        return SampledDrafts(
+            argmax_drafts=drafts.argmax_drafts,
+            sampled_drafts=drafts.sampled_drafts,
+            is_sampled=is_sampled,
+            verified=torch.where(is_sampled[:, None], drafts.sampled_drafts, drafts.argmax_drafts),
+            draft_logits=drafts.logits,
+            randomness=randomness,
+        )
+
+    def learn(self, rows: Tensor, advantage: Tensor, *, temperatures: Tensor, lens: Tensor) -> None:
+        """Count a verdict's advantage [b, B - 1] for the rows that were committed: behind them the
+        target's choices answer to tokens that were not. One that is not finite, as of an infinite
+        logit, says nothing."""
+        width = advantage.shape[1]
+        is_committed = torch.arange(width, device=rows.device) < lens[:, None]
+        advantage = advantage.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) * is_committed
+        # an advantage is at most 1, so that the decayed sum never exceeds this
+        most = width / (1 - ADVANTAGE_DECAY)
+        total = (ADVANTAGE_DECAY * self._advantage[rows] + advantage.sum(dim=1)).clamp_(-most, most)
+        self._advantage.index_copy_(0, rows, total)
+        self._advantage_by_temperature.scatter_reduce_(0, _bins(temperatures), total, "mean")
+
+
+def _bins(temperatures: Tensor) -> Tensor:
+    return (temperatures * 8).long().clamp_(max=TEMPERATURE_BINS - 1)

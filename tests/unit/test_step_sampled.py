@@ -1,0 +1,161 @@
+"""A sampled step on a host that plays the engine: what it commits is what the target alone samples.
+
+The host is a few lines: a drafter and a target whose logits depend on the position in the block
+alone. Nothing of SGLang's is imported; every draft is kept or dropped by stage 3.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy.stats import chi2_contingency, chisquare
+from test_step import B, config
+
+from sglang_dflash.buffers import StepBuffers
+from sglang_dflash.kernels import TORCH, Noise
+from sglang_dflash.policy import DraftPolicy
+from sglang_dflash.reference.rejection import BlockRule
+from sglang_dflash.step import decode_step
+from sglang_dflash.types import Commit, DraftContext, DraftOutput, SamplingPlan, TargetOutput
+
+VOCAB, REQUESTS, TEMPERATURE = 6, 4000, 0.8
+UNFILTERED = 1 << 30
+
+
+class SamplingHost:
+    """A drafter near its target, and requests that ask for what the plan says."""
+
+    def __init__(self, plan: SamplingPlan | None, *, sees_all: bool = True) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.target = torch.randn(B, VOCAB, generator=generator)
+        error = torch.randn(B - 1, VOCAB, generator=generator)
+        self.drafter = self.target[:-1] + 0.6 * error
+        self.plan = plan
+        self.sees_all = sees_all
+
+    def slot_table(self):
+        return torch.arange(64).expand(REQUESTS, 64)
+
+    def mark(self):
+        pass
+
+    def sampling_plan(self):
+        return self.plan
+
+    def draft_tokens(self, context, masked, randomness):
+        logits = self.drafter.expand(REQUESTS, -1, -1)
+        argmax_drafts = logits.argmax(-1)
+        if randomness is None or not self.sees_all:
+            return DraftOutput(argmax_drafts, argmax_drafts)
+        noise = Noise(randomness.keys, randomness.scales)
+        both = TORCH.argmax_and_sample(logits.flatten(0, 1), 0.0, noise)
+        return DraftOutput(*both.view(2, REQUESTS, -1), logits)
+
+    def verify_block(self, context, block, plan):
+        logits = self.target.repeat(REQUESTS, 1)
+        return TargetOutput(features=block.token_ids.flatten()[:, None].float(), logits=logits)
+
+    def publish(self, new_lens):
+        pass
+
+    def write_draft_kv(self, features, positions, slots):
+        pass
+
+    def step(self, policy: DraftPolicy | None = None) -> Commit:
+        torch.manual_seed(4)
+        zeros = torch.zeros(REQUESTS, dtype=torch.int64)
+        context = DraftContext(anchors=zeros, lens=zeros + 5, rows=torch.arange(REQUESTS))
+        buffers = StepBuffers(max_requests=REQUESTS, block_size=B, device="cpu")
+        return decode_step(
+            self,
+            TORCH,
+            context,
+            buffers=buffers,
+            policy=policy or DraftPolicy(REQUESTS, "cpu"),
+            config=config(),
+            simulation=None,
+        )
+
+    def tokens_by_definition(self) -> list[list[int]]:
+        """Return what the oracle commits, one block at a time."""
+        rule = BlockRule(TEMPERATURE, seed=3)
+        return [rule.commit(self.target, rule.draft(self.drafter)) for _ in range(REQUESTS)]
+
+    def distribution(self, row: int, *, top_k: int = VOCAB) -> torch.Tensor:
+        probs = torch.softmax(self.target[row].double() / TEMPERATURE, -1)
+        kept = torch.where(probs >= probs.topk(top_k).values[-1], probs, 0.0)
+        return kept / kept.sum()
+
+
+def make_plan(*top_ks: int) -> SamplingPlan:
+    """Requests that take turns with these top_k."""
+    by_request = torch.tensor(top_ks).repeat(REQUESTS)[:REQUESTS]
+    return SamplingPlan(
+        temperatures=torch.full((REQUESTS,), TEMPERATURE),
+        top_ks=by_request,
+        top_ps=torch.ones(REQUESTS),
+        any_top_k=any(1 < top_k <= 128 for top_k in top_ks),
+        any_unfiltered=any(top_k > 128 for top_k in top_ks),
+    )
+
+
+def assert_drawn_from(tokens: torch.Tensor, probs: torch.Tensor) -> None:
+    counts = tokens.bincount(minlength=VOCAB)
+    assert counts[probs == 0].sum() == 0
+    possible = probs > 0
+    assert chisquare(counts[possible], probs[possible] * len(tokens)).pvalue > 1e-3
+
+
+def test_a_sampled_step_commits_what_the_oracle_commits() -> None:
+    """First tokens are draws from the target's distribution, and blocks as long as the oracle's."""
+    host = SamplingHost(make_plan(UNFILTERED))
+    commit = host.step()
+    assert_drawn_from(commit.token_ids[:, 0], host.distribution(0))
+    lens = torch.tensor([len(tokens) for tokens in host.tokens_by_definition()])
+    counts = torch.stack([each.bincount(minlength=B + 1)[1:] for each in (commit.lens, lens)])
+    assert counts.min() > 100
+    assert chi2_contingency(counts).pvalue > 1e-3
+
+
+def test_behind_a_block_that_is_kept_whole_the_bonus_is_a_plain_draw() -> None:
+    """Nothing was rejected there, so that no residual distribution may bend it."""
+    host = SamplingHost(make_plan(UNFILTERED))
+    commit = host.step()
+    is_whole = commit.lens == B
+    assert_drawn_from(commit.bonus[is_whole], host.distribution(B - 1))
+    assert (commit.token_ids[is_whole, B - 1] == commit.bonus[is_whole]).all()
+
+
+@pytest.mark.parametrize("sees_all", [True, False], ids=["whole vocabulary", "a part of it"])
+def test_greedy_top_k_and_unfiltered_requests_are_decided_side_by_side(sees_all: bool) -> None:
+    host = SamplingHost(make_plan(1, 3, UNFILTERED), sees_all=sees_all)
+    commit = host.step()
+    greedy, top_k, unfiltered = (commit.token_ids[i::3] for i in range(3))
+    lens = commit.lens[::3]
+    expected = host.target.argmax(-1)
+    agreed = int((host.drafter.argmax(-1) == expected[:-1]).int().cumprod(0).sum())
+    assert 0 < agreed < B - 1 and (lens == agreed + 1).all()
+    assert (greedy[:, : agreed + 1] == expected[: agreed + 1]).all()
+    assert_drawn_from(top_k[:, 0], host.distribution(0, top_k=3))
+    assert_drawn_from(unfiltered[:, 0], host.distribution(0))
+    # every kind of acceptance must occur, or half of the rule is untested
+    for kind in range(1, 3):
+        assert commit.lens[kind::3].unique().numel() > 1
+
+
+def test_without_a_plan_the_argmax_of_each_row_is_chosen() -> None:
+    host = SamplingHost(None)
+    commit = host.step()
+    expected = host.target.argmax(-1)
+    length = int(commit.lens[0])
+    assert (commit.lens == length).all()
+    assert (commit.token_ids[:, :length] == expected[:length]).all()
+
+
+def test_a_policy_that_learns_keeps_more_drafts() -> None:
+    """A drafter that is uncertain where the target is not had better name its argmax tokens."""
+    host = SamplingHost(make_plan(UNFILTERED))
+    host.target, host.drafter = host.target * 8, host.target[:-1] * 0.1
+    policy = DraftPolicy(REQUESTS, "cpu")
+    first, *_, last = (host.step(policy).lens.float().mean() for _ in range(4))
+    assert last > 1.2 * first
