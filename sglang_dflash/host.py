@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from sglang_dflash.types import (
+    Commit,
     DraftBlock,
     DraftContext,
     DraftOutput,
@@ -48,4 +49,8 @@ class Host(Protocol):
 
     def write_draft_kv(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Project target features [n, K * H] into the draft KV at the given slots [n]."""
+        ...
+
+    def record(self, commit: Commit) -> None:
+        """Take note of a step's tokens wherever the host itself follows its requests."""
         ...

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sglang_dflash.accept import Simulation, accept, decide
 from sglang_dflash.buffers import StepBuffers
-from sglang_dflash.commit import write_features
+from sglang_dflash.commit import commit_step
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.draft import draft
 from sglang_dflash.host import Host
@@ -42,9 +42,6 @@ def decode_step(
     commit = accept(ops, context, proposal.block, verdict, simulation=simulation)
     # publish before the kv write: the next step's planning reads lengths, not this cache
     host.publish(commit.new_lens)
-    write_features(host, proposal.block, target, commit)
+    commit_step(host, policy, context, proposal, target, verdict, commit)
     host.mark()
-    if proposal.drafts is not None and verdict.advantage is not None:
-        temperatures = proposal.drafts.randomness.scales
-        policy.learn(context.rows, verdict.advantage, temperatures=temperatures, lens=commit.lens)
     return commit

@@ -12,11 +12,12 @@ from sglang_dflash.buffers import StepRandomness
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import changes, compat
 from sglang_dflash.glue.head import DraftHead, VerifyHead
-from sglang_dflash.glue.metrics import StageClock
+from sglang_dflash.glue.metrics import Bookkeeping
 from sglang_dflash.glue.penalties import PenaltyTable
 from sglang_dflash.glue.sampling import RowSampler, plan_of
 from sglang_dflash.kernels import Noise, Ops
 from sglang_dflash.types import (
+    Commit,
     DraftBlock,
     DraftContext,
     DraftOutput,
@@ -49,10 +50,10 @@ class Engine:
         target_worker: Any,
         draft_runner: Any,
         *,
-        clock: StageClock,
+        book: Bookkeeping,
     ) -> None:
         self.config = config
-        self.clock = clock
+        self.book = book
         self.ops = ops
         self.target_worker = target_worker
         self.target_runner = target_worker.model_runner
@@ -239,7 +240,7 @@ class BatchHost:
         return self._engine.target_runner.req_to_token_pool.req_to_token
 
     def mark(self) -> None:
-        self._engine.clock.mark()
+        self._engine.book.clock.mark()
 
     def sampling_plan(self) -> SamplingPlan | None:
         return plan_of(self._batch)
@@ -334,3 +335,7 @@ class BatchHost:
         # a prefill has no result of a verify pass
         in_graph = self.target_result is not None and self.target_result.can_run_cuda_graph
         self._engine.write_draft_kv(features, positions, slots, in_graph=in_graph)
+
+    def record(self, commit: Commit) -> None:
+        self._engine.row_sampler.penalties.commit(self._batch.reqs, commit.token_ids, commit.lens)
+        self._engine.book.batch_step()

@@ -89,7 +89,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             self.ops,
             target_worker,
             bundle.draft_model_runner,
-            clock=self.book.clock,
+            book=self.book,
         )
         self.verify_kernel = "not chosen yet"
         self.layers = install_fused_layers(target_worker.model_runner.model, self.ops)
@@ -220,8 +220,6 @@ class DFlashWorker(compat.BaseSpecWorker):
             config=self.config,
             simulation=self.simulation,
         )
-        self.engine.row_sampler.penalties.commit(batch.reqs, commit.token_ids, commit.lens)
-        self.book.batch_step()
         return compat.GenerationBatchResult(
             logits_output=host.target_result.logits_output,
             next_token_ids=commit.token_ids.flatten(),

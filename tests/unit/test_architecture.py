@@ -40,7 +40,7 @@ ALLOWED = {
     "draft": {"buffers", "config", "host", "kernels", "policy", "types"},
     "verify": {"host", "types"},
     "accept": {"kernels", "types"},
-    "commit": {"host", "types"},
+    "commit": {"host", "policy", "types"},
     "step": {
         "accept",
         "buffers",

@@ -77,6 +77,9 @@ class CountingHost:
         self.events.append("write")
         self.written.update(zip(slots.tolist(), features[:, 0].tolist(), strict=True))
 
+    def record(self, commit):
+        self.events.append("record")
+
 
 def run(right_until: list[int], simulation: Simulation | None = None):
     host = CountingHost(right_until)
@@ -106,7 +109,7 @@ def test_step_commits_the_correct_drafts_and_one_target_token() -> None:
 def test_lengths_are_published_before_the_draft_kv_is_written() -> None:
     """The next step is planned from the published lengths while the write still runs."""
     host, _ = run([3, 1])
-    assert host.events == ["draft", "verify", "publish [9, 9]", "write"]
+    assert host.events == ["draft", "verify", "publish [9, 9]", "write", "record"]
     assert host.marks == 4, "a step is timed by four marks"
 
 

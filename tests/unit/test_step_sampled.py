@@ -32,6 +32,7 @@ class SamplingHost:
         self.drafter = self.target[:-1] + 0.6 * error
         self.plan = plan
         self.sees_all = sees_all
+        self.recorded: list[Commit] = []
 
     def slot_table(self):
         return torch.arange(64).expand(REQUESTS, 64)
@@ -60,6 +61,9 @@ class SamplingHost:
 
     def write_draft_kv(self, features, positions, slots):
         pass
+
+    def record(self, commit):
+        self.recorded.append(commit)
 
     def step(self, policy: DraftPolicy | None = None) -> Commit:
         torch.manual_seed(4)
@@ -150,6 +154,22 @@ def test_without_a_plan_the_argmax_of_each_row_is_chosen() -> None:
     length = int(commit.lens[0])
     assert (commit.lens == length).all()
     assert (commit.token_ids[:, :length] == expected[:length]).all()
+
+
+def test_a_step_tells_the_policy_and_the_host_once_what_was_committed() -> None:
+    host = SamplingHost(make_plan(UNFILTERED))
+    policy = DraftPolicy(REQUESTS, "cpu")
+    learnt = []
+    learn = policy.learn
+
+    def note(rows, advantage, *, temperatures, lens):
+        learnt.append(lens)
+        assert not host.recorded, "the host hears last"
+        learn(rows, advantage, temperatures=temperatures, lens=lens)
+
+    policy.learn = note  # type: ignore[method-assign]
+    commit = host.step(policy)
+    assert learnt == [commit.lens] and host.recorded == [commit]
 
 
 def test_a_policy_that_learns_keeps_more_drafts() -> None:
