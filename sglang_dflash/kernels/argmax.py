@@ -1,9 +1,9 @@
-"""The likeliest token of each row of logits, a draw, or both, read once in the type the head wrote.
+"""The argmax of each row of logits, a Gumbel-max draw, or both, read once in the head's own type.
 
 What is fused. The logit cap is applied on the fly, in fp32, so that no fp32 copy of the logits is
-written, and so is noise, which makes the likeliest token a draw; of equal values the first wins, as
-in torch. A row is cut into parts, whose winners a second kernel compares. Where both are asked for,
-a request without noise costs no more than its likeliest tokens.
+written, and so is Gumbel noise, which makes the argmax a draw; of equal values the first wins, as
+in torch. A row is split into parts, whose winners a second kernel compares. Where both are asked
+for, a request without noise costs no more than its argmax.
 
 Layout contract: logits [n, V], adjacent columns; as many rows for each of the requests that noise
 is given for. NaN never wins; a row of nothing else gives 0.
@@ -68,26 +68,26 @@ def _argmax_parts(
     end = tl.minimum(begin + part_width, width)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     at = tl.zeros([BLOCK], tl.int32)
-    likely, likely_at = best, at
+    highest, highest_at = best, at
     for start in range(begin, end, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(logits + row * row_stride + column, mask=column < end, other=float("-inf"))
         x = x.to(tl.float32)
         if BOTH:
-            likely, likely_at = keep_better(x, column, likely, likely_at)
+            highest, highest_at = keep_better(x, column, highest, highest_at)
         if not BOTH or scale > 0:
             if LOGIT_CAP > 0:
                 x = capped(x, LOGIT_CAP)
                 x = tl.where(column < end, x, float("-inf"))
-            if NOISE:  # noqa: SIM102  (what follows is known when the kernel runs, this before)
+            if NOISE:  # noqa: SIM102  (NOISE is constexpr, scale a runtime value)
                 if scale > 0:
                     x += scale * gumbel(key, column)
             best, at = keep_better(x, column, best, at)
     out = row * tl.num_programs(1) + part
     if BOTH:
-        store_winner(likely, likely_at, values, indices, out, width)
+        store_winner(highest, highest_at, values, indices, out, width)
         if scale <= 0:
-            best, at = likely, likely_at
+            best, at = highest, highest_at
         out += tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     store_winner(best, at, values, indices, out, width)
 

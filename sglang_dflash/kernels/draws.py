@@ -1,10 +1,10 @@
-"""Torch twins of what chooses tokens from logits: the specification, and a CPU's path.
+"""Torch twins of the ops that choose tokens from logits: the specification, and a CPU's path.
 
-Rejection is by the block. A draft X that was drawn from q is kept or dropped by the target's
-p so that what is committed is distributed as p alone would draw it. Token by token that is done
-with probability min(1, p / q) each. `reject_by_block` looks at the whole prefix instead: one factor
-above 1 makes up for one below, so that more tokens are kept, and it is as exact (Sun et al., Block
-Verification Accelerates Speculative Decoding, 2024).
+Speculative sampling keeps a draft that was sampled from q, or rejects it and samples from the
+residual distribution, so that what is committed is distributed as the target's p. Token by token a
+draft is kept with probability min(1, p / q). `reject_by_block` is block verification: it looks at
+the whole prefix, where a ratio above 1 makes up for one below, so that more drafts are kept, and is
+as exact (Sun et al., Block Verification Accelerates Speculative Decoding, 2024).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from sglang_dflash.kernels.reference import COUNT_MATCHES
 
-# tells the target's noise from that of the drafts with the same key
+# xored into keys: the residual draw must not reuse the drafts' noise
 SALT = 0x5851F42D4C957F2D
-# what remains of p where nothing is left of it by rounding
+# lower bound of the residual, as a share of p: rounding can leave the residual empty
 FLOOR = 1e-10
 
 
 class Noise(NamedTuple):
-    """What a draft and the target's choice of the same token share; see `noise`."""
+    """Gumbel noise by key: the argmax of logits + scale * noise is a draw at temperature scale."""
 
     keys: Tensor  # [b, at least the rows of a request] int64, one for each row
-    scales: Tensor  # [b] fp32: the temperature, or 0 for a request that is to have no noise
+    scales: Tensor  # [b] fp32: the temperature, or 0 for a greedy request
 
 
 def gumbel(
@@ -46,7 +46,7 @@ def gumbel(
     _mix(h, 12, FACTORS[4])
     _mix(h, 15)
     u = (h.long() & 2**32 - 1).float().mul_(2**-32).add_(2**-33).clamp_(max=1 - 2**-24)
-    # small u are the ones that win, and log1p keeps them
+    # small u decide the argmax: 1 - u would round them away, log1p keeps them
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
@@ -85,7 +85,7 @@ def argmax_rows(
 ) -> Tensor:
     """Return the column of each row's highest value in fp32, capped first; [n] int64.
 
-    With noise that is a draw at the temperature which the noise is scaled by. Of equal values the
+    With noise that is a draw at the temperature in its scale (Gumbel-max). Of equal values the
     first wins.
     """
     logits = _capped(logits, logit_cap)
@@ -100,13 +100,13 @@ def argmax_and_sample(
     logit_cap: float,
     noise: Noise,  # for n / b rows of each request
 ) -> Tensor:
-    """Return each row's likeliest column and one drawn with noise, [2, n] int64; without noise, at
-    scale 0, the likeliest twice. The cap bends what is drawn from, and not which is likeliest."""
-    argmax_drafts = argmax_rows(logits)
+    """Return each row's argmax and a column sampled with noise, [2, n] int64; at scale 0 the argmax
+    twice. The cap changes the distribution to sample from, and not its argmax."""
+    highest = argmax_rows(logits)
     per_request = logits.shape[0] // noise.scales.shape[0]
     is_sampled = noise.scales.repeat_interleave(per_request) > 0
-    drawn = torch.where(is_sampled, argmax_rows(logits, logit_cap, noise), argmax_drafts)
-    return torch.stack([argmax_drafts, drawn])
+    sampled = torch.where(is_sampled, argmax_rows(logits, logit_cap, noise), highest)
+    return torch.stack([highest, sampled])
 
 
 def sample_rows(
@@ -120,9 +120,9 @@ def sample_rows(
 ) -> Tensor:
     """Return a draw from each row, capped first; [n] int64.
 
-    A token is kept while fewer than top_k tokens are likelier and while those hold less than top_p
-    of the whole, so that all which equal the k-th remain, however many. Of what is kept the
-    highest is taken after noise, or the first of the highest where a request has none.
+    A token is kept while fewer than top_k tokens are likelier and these hold less than top_p of the
+    mass, so that all that tie with the k-th stay, however many. The argmax after noise of the kept
+    tokens is the draw; of a greedy request, the first of the highest.
     """
     per_request = logits.shape[0] // temperatures.shape[0]
     temperatures, top_ks, top_ps = (
@@ -131,7 +131,7 @@ def sample_rows(
     logits = _capped(logits, logit_cap) / temperatures[:, None]
     probs = torch.softmax(logits, dim=-1)
     ordered, index = probs.sort(dim=-1, descending=True)
-    # equal ones begin where the first of them does
+    # ties take the rank of the first among them
     begins = torch.searchsorted(-ordered, -ordered, side="left")
     mass = (ordered.cumsum(dim=-1) - ordered).gather(-1, begins)
     kept_ordered = (begins < top_ks[:, None]) & (mass < top_ps[:, None])
@@ -143,13 +143,13 @@ def sample_rows(
 
 def reject_by_block(
     logits: Tensor,  # [b, B, V], the target's
-    draft_logits: Tensor,  # [b, B - 1, V], the drafter's
+    draft_logits: Tensor,  # [b, B - 1, V]
     drafts: Tensor,  # [b, B - 1] int64
-    argmax_drafts: Tensor,  # [b, B - 1] int64, the drafter's
-    noise: Noise,  # what drawn drafts were drawn with
-    uniforms: Tensor,  # [b, B - 1] fp32, uniform from 0 to 1
+    argmax_drafts: Tensor,  # [b, B - 1] int64
+    noise: Noise,  # that of the sampled drafts
+    uniforms: Tensor,  # [b, B - 1] fp32, in [0, 1)
     *,
-    is_sampled: Tensor,  # [b] bool; other drafts are whatever they are
+    is_sampled: Tensor,  # [b] bool, whether drafts were sampled from draft_logits with the noise
     logit_cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keep or drop drafts so that what is committed is a draw from the target's distribution, or
@@ -159,50 +159,50 @@ def reject_by_block(
     kept [b] int32, COUNT_MATCHES where these are not sampled ones; and the advantage [b, B - 1]
     fp32, how much likelier a sampled draft is kept than an argmax draft.
 
-    With a the chance that a prefix is reached, at most 1, its drafts are kept with the chance
-    s / (s + 1 - a), where s is what is left of a p when q is taken away, and the longest kept
-    prefix counts. The token behind it is drawn from what is left of a p there.
+    With a = min(1, a of the shorter prefix * p / q), and s the mass of the residual max(a p - q, 0)
+    behind a prefix, the prefix is kept with probability s / (s + 1 - a), and the longest kept one
+    counts. The token behind it is sampled from the normalised residual.
     """
     temperatures = torch.where(noise.scales > 0, noise.scales, 1.0)[:, None, None]
     p, q = (_probabilities(x, temperatures, logit_cap) for x in (logits, draft_logits))
-    # drafts of a row without a number were not drawn from it
+    # an all-NaN draft row has no distribution to reject against
     known = is_sampled[:, None] & (q.sum(-1) > 0)
     at = drafts[..., None]
-    steps = (p[:, :-1].gather(-1, at) / q.gather(-1, at))[..., 0]
-    steps = torch.where(known, steps, 0.0)
-    reached = [torch.ones_like(noise.scales)]
-    for step in steps.unbind(1):
-        reached.append((reached[-1] * step).clamp(max=1.0))
-    a = torch.where(is_sampled[:, None], torch.stack(reached, dim=1), 1.0)
-    taken = torch.zeros_like(p)
-    taken[:, :-1] = q * known[..., None]
-    left = (a[..., None] * p - taken).clamp(min=0.0)
-    s = left.sum(-1)
+    ratios = (p[:, :-1].gather(-1, at) / q.gather(-1, at))[..., 0]
+    ratios = torch.where(known, ratios, 0.0)
+    prefix = [torch.ones_like(noise.scales)]
+    for ratio in ratios.unbind(1):
+        prefix.append((prefix[-1] * ratio).clamp(max=1.0))
+    a = torch.where(is_sampled[:, None], torch.stack(prefix, dim=1), 1.0)
+    known_q = torch.zeros_like(p)
+    known_q[:, :-1] = q * known[..., None]
+    residual = (a[..., None] * p - known_q).clamp(min=0.0)
+    s = residual.sum(-1)
     keep = torch.where(a < 1, s / (s + 1 - a), 1.0)[:, 1:] > uniforms
     number = torch.arange(1, drafts.shape[1] + 1, device=drafts.device)
     last_kept = torch.where(keep, number, 0).amax(dim=1)
 
     keys = noise.keys[:, : p.shape[1]] ^ SALT
     added = gumbel(keys.flatten(), p.shape[2]).view_as(p)
-    choices = (torch.maximum(left, FLOOR * p).log() + added).argmax(-1)
+    choices = (torch.maximum(residual, FLOOR * p).log() + added).argmax(-1)
     is_greedy = noise.scales <= 0
     choices = torch.where(is_greedy[:, None], _numbers(logits, logit_cap).argmax(-1), choices)
     by_block = is_sampled & ~is_greedy
     num_correct = torch.where(by_block, last_kept, COUNT_MATCHES)
     kept = by_block[:, None] & (number <= num_correct[:, None])
     choices[:, :-1] = torch.where(kept, drafts, choices[:, :-1])
-    alike = torch.minimum(p[:, :-1], q).sum(-1)
-    advantage = alike - p[:, :-1].gather(-1, argmax_drafts[..., None])[..., 0]
+    overlap_mass = torch.minimum(p[:, :-1], q).sum(-1)
+    advantage = overlap_mass - p[:, :-1].gather(-1, argmax_drafts[..., None])[..., 0]
     return choices, num_correct.int(), advantage
 
 
 def _numbers(logits: Tensor, logit_cap: float) -> Tensor:
-    """Return logits in fp32, capped; -inf for what is no number."""
+    """Return logits in fp32, capped; -inf for NaN."""
     logits = _capped(logits, logit_cap)
     return torch.where(logits.isnan(), float("-inf"), logits)
 
 
 def _probabilities(logits: Tensor, temperatures: Tensor, logit_cap: float) -> Tensor:
-    """Return the distribution of each row; what is no number has no weight."""
+    """Return the distribution of each row; NaN has no mass, an all-NaN row none at all."""
     logits = _numbers(logits, logit_cap)
     return torch.softmax(logits / temperatures, dim=-1).nan_to_num(0.0)

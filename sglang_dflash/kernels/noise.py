@@ -1,8 +1,8 @@
-"""Noise that two kernels can draw alike, without storing it: a number for a row's key and a column.
+"""Gumbel noise that two kernels can share without storing it: a hash of a row's key and a column.
 
-The highest of logits / T + Gumbel noise is a draw from their distribution at temperature T. A draft
-and the target's own choice that draw with the same noise agree as often as their distributions are
-alike, though either alone is an exact draw.
+The argmax of logits / T + Gumbel noise is a draw from their softmax at temperature T (Gumbel-max).
+A draft and the target's own token that are sampled with the same noise agree more often the more
+their distributions overlap, though either alone is an exact draw.
 """
 
 # mypy: allow-untyped-defs
@@ -23,6 +23,6 @@ def gumbel(key, column):
     h = (h ^ (h >> 12)) * 0x297A2D39
     h = h ^ (h >> 15)
     u = tl.minimum(h.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
-    # log(1 - u) knows nothing of small u, and these win
+    # 1 - u rounds to 1 for small u, which decide the argmax: use the series
     waited = tl.where(u < 1e-3, u * (1.0 + u * (0.5 + u / 3.0)), -tl.log(1.0 - u))
     return -tl.log(waited)

@@ -1,13 +1,13 @@
-"""Rejection of drawn drafts by the block, and the target's token behind those that are kept.
+"""Block verification of sampled drafts, and the target's token behind those that are kept.
 
 What is fused. Two passes over the target's and the drafter's logits, in the type the heads wrote:
-the first takes each row's sum, the second what is left of the target's distribution, its draw and
-how alike the two distributions are. No probability is written to memory. A row is cut into parts;
-between and after the passes one program for each request puts the parts together, finds how far a
-prefix is reached, and keeps or drops the drafts.
+the first takes each row's log-sum-exp by online softmax, the second the mass of the residual
+distribution, a Gumbel-max draw from it, and the overlap of both distributions. No probability is
+written to memory. A row is split into parts; between and after the passes one program for each
+request merges the parts, takes the acceptance of each prefix, and keeps or rejects the drafts.
 
 Layout contract: logits [b, B, V] and draft_logits [b, B - 1, V] with adjacent columns.
-NaN has no weight, and a request without noise is greedy.
+NaN has no mass, and a request without noise is greedy.
 """
 
 # mypy: allow-untyped-defs
@@ -32,7 +32,7 @@ LOWEST = tl.constexpr(-1e30)
 
 @triton.jit
 def _scaled(x, temperature, LOGIT_CAP: tl.constexpr):
-    """Return logits capped and divided by the temperature; -inf for what is no number."""
+    """Return logits capped and divided by the temperature; -inf for NaN."""
     x = capped(x, LOGIT_CAP) / temperature
     return tl.where(x == x, x, float("-inf"))
 
@@ -44,7 +44,7 @@ def _sum_parts(
     LOGIT_CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
-    """Store each part's highest number and the sum of what the others are to it."""
+    """Store each part's maximum, and the sum of exp(x - maximum)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request = row // rows
     temperature = tl.load(scales + request)
@@ -69,7 +69,7 @@ def _sum_parts(
 
 @triton.jit
 def _merge(peaks, sums, at, live):
-    """Return the logarithm of the sum of each row, from its parts [ROWS, PARTS]; LOWEST for 0."""
+    """Return the log-sum-exp of each row, from its parts [ROWS, PARTS]; LOWEST for no mass."""
     peak = tl.load(peaks + at, mask=live, other=LOWEST)
     total = tl.load(sums + at, mask=live, other=0.0)
     highest = tl.max(peak, 1)
@@ -79,16 +79,16 @@ def _merge(peaks, sums, at, live):
 
 # fmt: off
 @triton.jit
-def _reach(
+def _prefix_acceptance(
     logits, draft_logits, drafts, argmax_drafts, scales, is_sampled,
-    p_peaks, p_sums, q_peaks, q_sums, p_whole, q_whole, reached, likely,
+    p_peaks, p_sums, q_peaks, q_sums, p_lses, q_lses, acceptance, argmax_ps,
     p_request_stride, p_row_stride, q_request_stride, q_row_stride, drafts_stride,
     argmax_stride, parts,
     B: tl.constexpr, LOGIT_CAP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):
     # fmt: on
-    """Store each row's sums, the chance that its prefix is reached, and the probability that the
-    drafter's likeliest token has."""
+    """Store each row's log-sum-exps, the acceptance `a` of its prefix, and the probability that p
+    gives to the argmax draft."""
     request = tl.program_id(0).to(tl.int64)
     temperature = tl.load(scales + request)
     if temperature > 0:
@@ -96,90 +96,91 @@ def _reach(
         is_row, is_draft = row < B, row < B - 1
         live = part[None, :] < parts
         at = (request * B + row)[:, None] * parts + part[None, :]
-        p_sum = _merge(p_peaks, p_sums, at, live & is_row[:, None])
+        p_lse = _merge(p_peaks, p_sums, at, live & is_row[:, None])
         at = (request * (B - 1) + row)[:, None] * parts + part[None, :]
-        q_sum = _merge(q_peaks, q_sums, at, live & is_draft[:, None])
+        q_lse = _merge(q_peaks, q_sums, at, live & is_draft[:, None])
         of_p = logits + request * p_request_stride + row * p_row_stride
         of_q = draft_logits + request * q_request_stride + row * q_row_stride
         token = tl.load(drafts + request * drafts_stride + row, mask=is_draft, other=0)
-        named = tl.load(argmax_drafts + request * argmax_stride + row, mask=is_draft, other=0)
+        top = tl.load(argmax_drafts + request * argmax_stride + row, mask=is_draft, other=0)
         p = _scaled(tl.load(of_p + token, mask=is_draft, other=0.0), temperature, LOGIT_CAP)
         q = _scaled(tl.load(of_q + token, mask=is_draft, other=0.0), temperature, LOGIT_CAP)
-        x = _scaled(tl.load(of_p + named, mask=is_draft, other=0.0), temperature, LOGIT_CAP)
-        drawn = tl.load(is_sampled + request)
-        known = is_draft & (q_sum > LOWEST) & drawn
-        step = tl.where(known, tl.maximum((p - p_sum) - (q - q_sum), LOWEST), LOWEST)
-        # row i is reached as min(1, that of row i - 1 times the step before): in logarithms, the
-        # sum of all steps so far less the highest sum there has been
+        x = _scaled(tl.load(of_p + top, mask=is_draft, other=0.0), temperature, LOGIT_CAP)
+        sampled = tl.load(is_sampled + request)
+        known = is_draft & (q_lse > LOWEST) & sampled
+        log_ratio = tl.where(known, tl.maximum((p - p_lse) - (q - q_lse), LOWEST), LOWEST)
+        # a of row i is min(1, that of row i - 1 times the ratio p / q before): in logarithms, the
+        # sum of all ratios so far less the highest sum there has been
         before = (row[None, :] < row[:, None]) & is_draft[None, :]
-        total = tl.sum(tl.where(before, step[None, :], 0.0), 1)
+        total = tl.sum(tl.where(before, log_ratio[None, :], 0.0), 1)
         below = row[None, :] <= row[:, None]
         highest = tl.max(tl.where(below, total[None, :], LOWEST), 1)
-        chance = tl.where(drawn, tl.exp(total - tl.maximum(highest, 0.0)), 1.0)
+        a = tl.where(sampled, tl.exp(total - tl.maximum(highest, 0.0)), 1.0)
         out = request * B + row
-        tl.store(p_whole + out, p_sum, mask=is_row)
-        # without a weight, where the drafts were not drawn from it
-        tl.store(q_whole + out, tl.where(is_draft & (q_sum > LOWEST), q_sum, -LOWEST), mask=is_row)
-        tl.store(reached + out, chance, mask=is_row)
-        tl.store(likely + out, tl.exp(x - p_sum), mask=is_draft)
+        tl.store(p_lses + out, p_lse, mask=is_row)
+        # +huge makes q = 0 in the second pass: nothing is subtracted
+        tl.store(q_lses + out, tl.where(is_draft & (q_lse > LOWEST), q_lse, -LOWEST), mask=is_row)
+        tl.store(acceptance + out, a, mask=is_row)
+        tl.store(argmax_ps + out, tl.exp(x - p_lse), mask=is_draft)
 
 
 # fmt: off
 @triton.jit
 def _draw_parts(
-    logits, draft_logits, keys, scales, is_sampled, p_whole, q_whole, reached,
-    lefts, alikes, values, indices,
+    logits, draft_logits, keys, scales, is_sampled, p_lses, q_lses, acceptance,
+    residual_masses, overlap_masses, values, indices,
     p_request_stride, p_row_stride, q_request_stride, q_row_stride, key_stride,
     width, part_width,
     B: tl.constexpr, LOGIT_CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
-    """Store what is left of each part of a row, its draw, and how alike p and q are there."""
+    """Store the residual mass of each part of a row, the draw from it, and the overlap mass."""
     at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request, row = at // B, at % B
     logits += request * p_request_stride + row * p_row_stride
     draft_logits += request * q_request_stride + row * q_row_stride
     temperature = tl.load(scales + request)
     key = tl.load(keys + request * key_stride + row) ^ _SALT
-    p_sum, q_sum, a = tl.load(p_whole + at), tl.load(q_whole + at), tl.load(reached + at)
-    drawn = tl.load(is_sampled + request)
+    p_lse, q_lse, a = tl.load(p_lses + at), tl.load(q_lses + at), tl.load(acceptance + at)
+    sampled = tl.load(is_sampled + request)
     begin = part * part_width
     end = tl.minimum(begin + part_width, width)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_at = tl.zeros([BLOCK], tl.int32)
-    left_sum = tl.zeros([BLOCK], tl.float32)
-    alike = tl.zeros([BLOCK], tl.float32)
+    residual_mass = tl.zeros([BLOCK], tl.float32)
+    overlap_mass = tl.zeros([BLOCK], tl.float32)
     for start in range(begin, end, BLOCK):
         column = start + tl.arange(0, BLOCK)
         live = column < end
         raw = tl.load(logits + column, mask=live, other=float("nan"))
         x = _scaled(raw, tl.where(temperature > 0, temperature, 1.0), LOGIT_CAP)
         if temperature > 0:
-            p = tl.exp(x - p_sum)
+            p = tl.exp(x - p_lse)
             raw = tl.load(draft_logits + column, mask=live & (row < B - 1), other=float("nan"))
-            q = tl.exp(_scaled(raw, temperature, LOGIT_CAP) - q_sum)
-            alike += tl.minimum(p, q)
-            left = tl.maximum(a * p - tl.where(drawn, q, 0.0), 0.0)
-            left_sum += left
-            left = tl.maximum(left, p * _FLOOR)
-            drawn_at = tl.log(tl.maximum(left, 1e-37)) + gumbel(key, column)
-            x = tl.where(left > 0, drawn_at, float("-inf"))
+            q = tl.exp(_scaled(raw, temperature, LOGIT_CAP) - q_lse)
+            overlap_mass += tl.minimum(p, q)
+            residual = tl.maximum(a * p - tl.where(sampled, q, 0.0), 0.0)
+            residual_mass += residual
+            residual = tl.maximum(residual, p * _FLOOR)
+            perturbed = tl.log(tl.maximum(residual, 1e-37)) + gumbel(key, column)
+            x = tl.where(residual > 0, perturbed, float("-inf"))
         best, best_at = keep_better(x, column, best, best_at)
     out = at * tl.num_programs(1) + part
     store_winner(best, best_at, values, indices, out, width)
-    tl.store(lefts + out, tl.sum(left_sum, 0))
-    tl.store(alikes + out, tl.sum(alike, 0))
+    tl.store(residual_masses + out, tl.sum(residual_mass, 0))
+    tl.store(overlap_masses + out, tl.sum(overlap_mass, 0))
 
 
 # fmt: off
 @triton.jit
-def _settle(
-    drafts, uniforms, scales, is_sampled, reached, likely, lefts, alikes, values, indices,
+def _accept_or_reject(
+    drafts, uniforms, scales, is_sampled, acceptance, argmax_ps,
+    residual_masses, overlap_masses, values, indices,
     choices, num_correct, advantage, drafts_stride, uniforms_stride, parts,
     B: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):
     # fmt: on
-    """Keep or drop the drafts of a request."""
+    """Keep or reject the drafts of a request."""
     request = tl.program_id(0).to(tl.int64)
     row, part = tl.arange(0, ROWS), tl.arange(0, PARTS)
     is_row, is_draft = row < B, row < B - 1
@@ -192,17 +193,18 @@ def _settle(
     draft = tl.load(drafts + request * drafts_stride + row, mask=is_draft, other=-1)
     kept = _COUNT_MATCHES
     if tl.load(scales + request) > 0:
-        s = tl.sum(tl.load(lefts + at, mask=live, other=0.0), 1)
-        alike = tl.sum(tl.load(alikes + at, mask=live, other=0.0), 1)
+        s = tl.sum(tl.load(residual_masses + at, mask=live, other=0.0), 1)
+        overlap_mass = tl.sum(tl.load(overlap_masses + at, mask=live, other=0.0), 1)
         at_row = request * B + row
-        a = tl.load(reached + at_row, mask=is_row, other=0.0)
-        likely_p = tl.load(likely + at_row, mask=is_draft, other=0.0)
-        tl.store(advantage + request * (B - 1) + row, alike - likely_p, mask=is_draft)
+        a = tl.load(acceptance + at_row, mask=is_row, other=0.0)
+        argmax_p = tl.load(argmax_ps + at_row, mask=is_draft, other=0.0)
+        tl.store(advantage + request * (B - 1) + row, overlap_mass - argmax_p, mask=is_draft)
         if tl.load(is_sampled + request):
             is_later = is_row & (row > 0)
-            lot = tl.load(uniforms + request * uniforms_stride + row - 1, mask=is_later, other=1.0)
-            chance = tl.where(a < 1, s / (s + 1 - a), 1.0)
-            kept = tl.max(tl.where(is_later & (chance > lot), row, 0), 0)
+            at_draft = request * uniforms_stride + row - 1
+            uniform = tl.load(uniforms + at_draft, mask=is_later, other=1.0)
+            probability = tl.where(a < 1, s / (s + 1 - a), 1.0)
+            kept = tl.max(tl.where(is_later & (probability > uniform), row, 0), 0)
             choice = tl.where(row < kept, draft.to(tl.int32), choice)
     else:
         tl.store(advantage + request * (B - 1) + row, tl.zeros([ROWS], tl.float32), mask=is_draft)
@@ -220,11 +222,11 @@ def reject_by_block(
     requests, rows, width = logits.shape
     device = logits.device
     parts, part_width = cut_rows(requests * rows, width, BLOCK)
-    p_peaks, p_sums, q_peaks, q_sums, values, lefts, alikes = torch.empty(
+    p_peaks, p_sums, q_peaks, q_sums, values, residual_masses, overlap_masses = torch.empty(
         7, requests * rows, parts, device=device
     )
     indices = torch.empty(requests * rows, parts, dtype=torch.int32, device=device)
-    p_whole, q_whole, reached, likely = torch.empty(4, requests * rows, device=device)
+    p_lses, q_lses, acceptance, argmax_ps = torch.empty(4, requests * rows, device=device)
     choices = torch.empty(requests, rows, dtype=torch.int64, device=device)
     num_correct = torch.empty(requests, dtype=torch.int32, device=device)
     advantage = torch.empty(requests, rows - 1, device=device)
@@ -239,23 +241,24 @@ def reject_by_block(
         *(rows - 1, width, part_width),
         **scan,
     )
-    _reach[(requests,)](
+    _prefix_acceptance[(requests,)](
         *(logits, draft_logits, drafts, argmax_drafts, noise.scales, is_sampled),
-        *(p_peaks, p_sums, q_peaks, q_sums, p_whole, q_whole, reached, likely),
+        *(p_peaks, p_sums, q_peaks, q_sums, p_lses, q_lses, acceptance, argmax_ps),
         *(*strides, drafts.stride(0), argmax_drafts.stride(0), parts),
         B=rows,
         LOGIT_CAP=logit_cap,
         **size,
     )
     _draw_parts[(requests * rows, parts)](
-        *(logits, draft_logits, noise.keys, noise.scales, is_sampled, p_whole, q_whole, reached),
-        *(lefts, alikes, values, indices, *strides, noise.keys.stride(0), width, part_width),
+        *(logits, draft_logits, noise.keys, noise.scales, is_sampled, p_lses, q_lses, acceptance),
+        *(residual_masses, overlap_masses, values, indices),
+        *(*strides, noise.keys.stride(0), width, part_width),
         B=rows,
         **scan,
     )
-    _settle[(requests,)](
-        *(drafts, uniforms, noise.scales, is_sampled, reached, likely),
-        *(lefts, alikes, values, indices, choices, num_correct, advantage),
+    _accept_or_reject[(requests,)](
+        *(drafts, uniforms, noise.scales, is_sampled, acceptance, argmax_ps),
+        *(residual_masses, overlap_masses, values, indices, choices, num_correct, advantage),
         *(drafts.stride(0), uniforms.stride(0), parts),
         B=rows,
         **size,

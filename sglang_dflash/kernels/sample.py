@@ -1,4 +1,4 @@
-"""A draw from each row of logits, by top-k and top-p, read in the type the head wrote.
+"""A sample from each row of logits, by top-k and top-p, read in the type the head wrote.
 
 What is fused. Plain decoding widens the logits to fp32, caps, scales and normalises them in a pass
 each and then filters them in several more. Here one pass takes the cap, the temperature and the sum
@@ -6,7 +6,7 @@ on the fly, and the highest number in each of BLOCK lanes. The k-th highest of t
 numbers at least, and by few more, for the likeliest tokens seldom share a lane; a second pass
 gathers what reaches it. Should that be too many, the k-th number of the whole row is searched for
 bit by bit, a pass each, and what is above it gathered: fewer than k. A second kernel applies both
-filters to the few, and draws by noise.
+filters to the few, and samples by Gumbel-max.
 
 The filters are those of plain decoding: a token is kept while fewer than k tokens are likelier, and
 while those hold less than top_p of the whole. Equal tokens are kept or dropped together, however
@@ -56,7 +56,7 @@ def _is_number(x):
 
 @triton.jit
 def _load(logits, start, width, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return columns, their numbers, and their places in the order: 0 for what is no number."""
+    """Return columns, their numbers, and their places in the order: 0 for NaN."""
     column = start + tl.arange(0, BLOCK)
     raw = tl.load(logits + column, mask=column < width, other=0.0)
     live = _is_number(raw) & (column < width)
@@ -102,7 +102,7 @@ def _gather_from(
     # fmt: on
     """Store the first CANDIDATES numbers that reach the threshold; return how many do."""
     gathered = 0
-    # not a number is at 0
+    # NaN orders as 0, and is never selected
     threshold = tl.maximum(threshold, 1)
     for start in tl.range(0, width, BLOCK, num_stages=STAGES):
         column, raw, order = _load(logits, start, width, BITS, BLOCK)
@@ -120,7 +120,7 @@ def _gather_from(
 # fmt: off
 @triton.jit
 def _gather_above(
-    kth, logits, values, indices, width, temperature, key, is_drawn,
+    kth, logits, values, indices, width, temperature, key, is_sampled,
     BITS: tl.constexpr, LOGIT_CAP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
@@ -139,7 +139,7 @@ def _gather_above(
             tl.store(indices + to, column, mask=above > 0)
             gathered += here
         noisy = x
-        if is_drawn:
+        if is_sampled:
             noisy += gumbel(key, column)
         noisy = tl.where(order == kth, noisy, float("-inf"))
         most = tl.max(noisy, 0)
@@ -178,7 +178,7 @@ def _gather(
         best = tl.maximum(best, order)
         x = tl.where(order > 0, capped(raw, LOGIT_CAP) / temperature, float("-inf"))
         higher = tl.maximum(peak, x)
-        # what is infinitely low has no weight, and a lane that has seen nothing else no sum
+        # a lane of only -inf would give exp(nan)
         seen = higher > float("-inf")
         total = tl.where(seen, total * tl.exp(peak - higher) + tl.exp(x - higher), 0.0)
         peak = higher
@@ -194,9 +194,9 @@ def _gather(
     if gathered > CANDIDATES:
         kth = _kth_of_row(logits, width, wanted, BITS, BLOCK, STAGES)
         key = tl.load(keys + request * key_stride + row % per_request)
-        is_drawn = tl.load(scales + request) > 0
+        is_sampled = tl.load(scales + request) > 0
         gathered = _gather_above(
-            kth, logits, values, indices, width, temperature, key, is_drawn,
+            kth, logits, values, indices, width, temperature, key, is_sampled,
             # with whole blocks their noise would take more registers than all else, and room from
             # rows that never come here
             BITS, LOGIT_CAP, BLOCK // 4, STAGES,
