@@ -312,3 +312,24 @@ def test_min_p_is_served_unseeded(dflash: Server, prompts: list[list[int]]) -> N
     """min_p needs the unseeded sampler; its distribution is tested in tests/glue."""
     answers = ask(dflash, prompts[:4], {"sampling_params": {"temperature": 1.0, "min_p": 0.2}})
     assert all(answer["output_ids"] for answer in answers)
+
+
+def test_unseeded_requests_of_every_kind_are_served_in_one_batch(
+    dflash: Server, prompts: list[list[int]]
+) -> None:
+    """Beside sampled requests, by top_k and unfiltered, greedy ones keep their very tokens; what
+    the others sample is tested by its distribution in tests/glue and tests/unit."""
+    greedy = tokens(ask(dflash, prompts[:4], {"sampling_params": GREEDY}))
+    hot = {"temperature": 50.0, "ignore_eos": True}
+    kinds = [GREEDY, hot | {"top_k": 20, "top_p": 0.9}, hot]
+    pairs = [(ids, params) for ids in prompts[:4] for params in kinds]
+
+    def one(pair: tuple[list[int], dict[str, Any]]) -> list[int]:
+        return tokens(ask(dflash, [pair[0]], {"sampling_params": pair[1]}))[0]
+
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        found = list(pool.map(one, pairs))
+    assert found[::3] == greedy
+    for sampled in (found[1::3], found[2::3]):
+        assert all(len(answer) == NEW_TOKENS for answer in sampled)
+        assert sampled != greedy
