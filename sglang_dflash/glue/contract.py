@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
-import textwrap
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +59,10 @@ class Symbol:
             has = _names_of(found)
             lost += [name for name in self.uses if name not in has]
         if self.attributes:
-            has = _attributes_of(found)
-            lost += [name for name in self.attributes if name not in has]
+            # sources are long: only for what the class itself does not have
+            missing = [name for name in self.attributes if name not in _declared_by(found)]
+            assigned = _assigned_by(found) if missing else set()
+            lost += [name for name in missing if name not in assigned]
         if self.order:
             given = _parameters_of(found)[: len(self.order)]
             if given != self.order:
@@ -87,15 +90,33 @@ def _names_of(found: Any) -> set[str]:
     return names
 
 
-def _attributes_of(found: type) -> set[str]:
+def _declared_by(found: type) -> set[str]:
     names = set(dir(found)) | set(getattr(found, "__dataclass_fields__", ()))
     for kind in inspect.getmro(found):
         # dir() of an enumeration leaves its methods out
         names |= {*vars(kind), *vars(kind).get("__annotations__", ())}
+    return names
+
+
+def _assigned_by(found: type) -> set[str]:
+    """Return what methods of a class assign to self, inherited ones included."""
+    names: set[str] = set()
+    for kind in inspect.getmro(found):
         # classes without source assign nothing that we use
         if kind.__module__.startswith("sglang."):
-            names |= _assigned_to_self(_tree_of(kind))
+            names |= _assigned_in(kind.__module__).get(kind.__qualname__, set())
     return names
+
+
+@functools.cache
+def _assigned_in(module: str) -> dict[str, set[str]]:
+    """Return what each class of a module assigns to self; parsing takes a while."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {kind.name: _assigned_to_self(kind) for kind in _classes(tree)}
+
+
+def _classes(tree: ast.Module) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
 
 def _assigned_to_self(tree: ast.AST) -> set[str]:
@@ -112,9 +133,12 @@ def _assigned_to_self(tree: ast.AST) -> set[str]:
     return found
 
 
-def _calls_of(found: Any) -> set[str]:
-    return {ast.unparse(node) for node in ast.walk(_tree_of(found)) if isinstance(node, ast.Call)}
-
-
-def _tree_of(found: Any) -> ast.AST:
-    return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(found))))
+def _calls_of(found: type) -> set[str]:
+    tree = ast.parse(inspect.getsource(sys.modules[found.__module__]))
+    return {
+        ast.unparse(node)
+        for kind in _classes(tree)
+        if kind.name == found.__qualname__
+        for node in ast.walk(kind)
+        if isinstance(node, ast.Call)
+    }
