@@ -9,7 +9,6 @@ from __future__ import annotations
 import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare
-from test_step import B, config
 
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.kernels import TORCH, Noise
@@ -17,6 +16,7 @@ from sglang_dflash.policy import DraftPolicy
 from sglang_dflash.reference.rejection import BlockRule
 from sglang_dflash.step import decode_step
 from sglang_dflash.types import Commit, DraftContext, DraftOutput, SamplingPlan, TargetOutput
+from tests.unit.test_step import B, config
 
 VOCAB, REQUESTS, TEMPERATURE = 6, 4000, 0.8
 UNFILTERED = 1 << 30
