@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks import result_files
-from sglang_dflash.glue.metrics import STAGES, Bookkeeping, Export
+from sglang_dflash.glue.after_step.exporter import STAGES, Bookkeeping, Export
 from sglang_dflash.metrics import AcceptanceAlarm
 
 BLOCK_SIZE = 16

@@ -71,7 +71,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def run_train(options: argparse.Namespace, invocation: Invocation, stop: Stop) -> int:
     from sglang_dflash.glue import release
-    from sglang_dflash.glue.offline import offline_engine
+    from sglang_dflash.glue.programs.offline_engine import offline_engine
     from sglang_dflash.train import command
 
     engine = offline_engine if release.installed() else None

@@ -1,7 +1,7 @@
 """Stage 4: everyone who follows a request learns what was committed, here and nowhere else.
 
 The meter counts a step's tokens per request later, when it is known which of them are part of the
-answer (`glue/finish.py`); here the host counts the step.
+answer (`glue/after_step/request_end.py`); here the host counts the step.
 """
 
 from __future__ import annotations

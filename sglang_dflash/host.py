@@ -1,4 +1,4 @@
-"""The few things the algorithm asks of an engine. `glue/host.py` is SGLang's answer."""
+"""The few things the algorithm asks of an engine. `glue/step/batch_host.py` is SGLang's answer."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ import sglang_dflash
 from sglang_dflash import config as cfg
 from sglang_dflash.checkpoint import check_checkpoint
 from sglang_dflash.glue import compat, release
-from sglang_dflash.glue.server_args import describe_target
+from sglang_dflash.glue.startup.server_args import describe_target
 from sglang_dflash.reference import Drafter, DrafterConfig
 
 GIB = 2**30

@@ -63,42 +63,44 @@ def hooks() -> dict[str, Hook]:
 
     What else we change is set on objects, when there are any: `changes.listed()` has it all.
     """
-    from sglang_dflash.glue import features, finish, memory, metrics, sampling, start
+    from sglang_dflash.glue.after_step import exporter, request_end
     from sglang_dflash.glue.changes import Hook
+    from sglang_dflash.glue.sampling import row_sampler
+    from sglang_dflash.glue.startup import early_exit, feature_capture, memory
 
     budget = Hook(memory.budget_draft_kv, "the KV budget counts the drafter's bytes")
     return {
         "create_worker": Hook(_create_worker, "DFLASH runs in our worker"),
         "resolve_alias": Hook(_resolve_alias, "the drafter is checked before SGLang reads it"),
-        "prepare_server_args": Hook(start.prepare_or_end, "a refusal ends with one sentence"),
+        "prepare_server_args": Hook(early_exit.prepare_or_end, "a refusal ends with one sentence"),
         "model_source_paths": Hook(
-            start.check_paths_first, "SGLang takes a missing folder for a model's name"
+            early_exit.check_paths_first, "SGLang takes a missing folder for a model's name"
         ),
         "handle_dflash": Hook(_handle_dflash, "our checks and defaults, not those of SGLang's"),
         "validate_request": Hook(
-            sampling.refuse_in_scheduler, "only what cannot be served exactly is refused"
+            row_sampler.refuse_in_scheduler, "only what cannot be served exactly is refused"
         ),
         "update_finish_state": Hook(
-            finish.finish_and_meter, "a request ends token by token, and its steps are counted"
+            request_end.finish_and_meter, "a request ends token by token, and its steps are counted"
         ),
         "configure_capture": Hook(
-            features.configure_capture, "some targets capture features under another name"
+            feature_capture.configure_capture, "some targets capture features under another name"
         ),
         "row_headroom": Hook(memory.row_headroom, "a step reserves two blocks of a request's row"),
         "default_pool_init": budget,
         "swa_pool_init": budget,
         "internal_state": Hook(
-            metrics.describe_server, "/server_info says what runs and how it does"
+            exporter.describe_server, "/server_info says what runs and how it does"
         ),
         "run_event_loop": Hook(_run_event_loop, "our worker meets its scheduler"),
-        "spec_metrics": Hook(metrics.describe_request, "an answer says how its drafts did"),
+        "spec_metrics": Hook(exporter.describe_request, "an answer says how its drafts did"),
     }
 
 
 def _create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     if not algorithm.is_dflash():
         return original(algorithm, server_args)
-    from sglang_dflash.glue.worker import DFlashWorker
+    from sglang_dflash.glue.step.worker import DFlashWorker
 
     return DFlashWorker
 
@@ -113,10 +115,10 @@ def _resolve_alias(
 
 
 def _handle_dflash(original: Any, server_args: Any) -> None:
-    from sglang_dflash.glue import start
-    from sglang_dflash.glue.server_args import handle_dflash
+    from sglang_dflash.glue.startup import early_exit
+    from sglang_dflash.glue.startup.server_args import handle_dflash
 
-    with start.refusing():
+    with early_exit.refusing():
         handle_dflash(server_args)
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_dflash.glue import attention, compat
+from sglang_dflash.glue import compat
+from sglang_dflash.glue.models import verify_backend
 
 # heads, KV heads, width of keys, width of values
 Shape = tuple[int, int, int, int]
@@ -55,13 +56,15 @@ def make_runner(backend: Any, *shapes: Shape) -> Any:
 def install(monkeypatch: pytest.MonkeyPatch) -> Any:
     card = SimpleNamespace(multi_processor_count=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    return lambda runner: attention.install_verify_attention(runner, max_requests=4, block_size=4)
+    return lambda runner: verify_backend.install_verify_attention(
+        runner, max_requests=4, block_size=4
+    )
 
 
 def test_our_kernel_serves_layers_that_it_has_tiles_for(install: Any) -> None:
     backend = make_backend()
     assert install(make_runner(backend, GROUPED, EXPANDED)) == "sglang_dflash.verify_attention"
-    assert isinstance(backend.forward_extend.__self__, attention.VerifyBackend)
+    assert isinstance(backend.forward_extend.__self__, verify_backend.VerifyBackend)
 
 
 def test_mla_keeps_sglangs_kernel_and_the_reason_is_told(

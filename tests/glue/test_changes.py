@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.glue import changes, compat, plugin
-from sglang_dflash.glue.worker import DFlashWorker
+from sglang_dflash.glue.step.worker import DFlashWorker
 
 
 @pytest.fixture(autouse=True)

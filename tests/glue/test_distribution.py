@@ -20,9 +20,9 @@ from scipy.stats import chisquare
 from sglang_dflash.accept import accept, decide
 from sglang_dflash.buffers import StepRandomness
 from sglang_dflash.glue import compat
-from sglang_dflash.glue.head import VerifyHead
-from sglang_dflash.glue.penalties import PenaltyTable
-from sglang_dflash.glue.sampling import RowSampler, plan_of
+from sglang_dflash.glue.models.heads import VerifyHead
+from sglang_dflash.glue.sampling.penalties import PenaltyTable
+from sglang_dflash.glue.sampling.row_sampler import RowSampler, plan_of
 from sglang_dflash.kernels import COUNT_MATCHES, TORCH, Noise, draws
 from sglang_dflash.policy import DraftPolicy
 from sglang_dflash.types import (

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from sglang_dflash.glue import compat
-from sglang_dflash.glue.draft_model import DFlashDraftModel
+from sglang_dflash.glue.models.draft_model import DFlashDraftModel
 from sglang_dflash.pairs import tiny_drafter
 from tests.tiny_models import make_drafter
 

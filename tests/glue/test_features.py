@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dflash.glue import compat
-from sglang_dflash.glue.server_args import describe_target
+from sglang_dflash.glue.startup.server_args import describe_target
 from tests.tiny_models import HYBRIDS, write_hybrid_config
 
 

@@ -14,8 +14,8 @@ import torch
 
 from sglang_dflash.buffers import StepRandomness
 from sglang_dflash.glue.cpu import products
-from sglang_dflash.glue.head import DraftHead, VerifyHead
-from sglang_dflash.glue.host import Engine
+from sglang_dflash.glue.models.heads import DraftHead, VerifyHead
+from sglang_dflash.glue.step.batch_host import Engine
 from sglang_dflash.kernels import TORCH
 
 LAYERS, HIDDEN, KV_HEADS, DIM, SLOTS, VOCAB = 3, 24, 2, 8, 20, 50

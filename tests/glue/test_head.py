@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_dflash.glue import compat, head
+from sglang_dflash.glue import compat
+from sglang_dflash.glue.models import heads
 from sglang_dflash.kernels import TORCH
 
 VOCAB, HIDDEN = 100, 16
 
 
-def draft_head(lm_head: Any) -> head.DraftHead:
-    return head.DraftHead(SimpleNamespace(lm_head=lm_head), VOCAB, TORCH)
+def draft_head(lm_head: Any) -> heads.DraftHead:
+    return heads.DraftHead(SimpleNamespace(lm_head=lm_head), VOCAB, TORCH)
 
 
 def parallel_head(monkeypatch: pytest.MonkeyPatch, *, rank: int, size: int) -> Any:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.glue import compat, memory
+from sglang_dflash.glue import compat
+from sglang_dflash.glue.startup import memory
 
 
 def server_args(**changes: Any) -> Any:

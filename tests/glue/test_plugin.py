@@ -11,7 +11,7 @@ import pytest
 
 from sglang_dflash.glue import changes, compat, plugin, release
 from sglang_dflash.glue.contract import Symbol
-from sglang_dflash.glue.worker import DFlashWorker
+from sglang_dflash.glue.step.worker import DFlashWorker
 
 
 def test_entry_point_is_the_one_sglang_loads() -> None:
@@ -80,5 +80,6 @@ def test_switch_decides_whose_worker_runs(switch: str, ours: bool) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    expected = "sglang_dflash.glue.worker" if ours else "sglang.srt.speculative.dflash_worker_v2"
+    in_tree = "sglang.srt.speculative.dflash_worker_v2"
+    expected = "sglang_dflash.glue.step.worker" if ours else in_tree
     assert f"worker: {expected}" in done.stdout

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.glue.grammar import mask_rows
-from sglang_dflash.glue.penalties import PenaltyTable
-from sglang_dflash.glue.sampling import refuse_request
+from sglang_dflash.glue.sampling.grammar_mask import mask_rows
+from sglang_dflash.glue.sampling.penalties import PenaltyTable
+from sglang_dflash.glue.sampling.row_sampler import refuse_request
 
 VOCAB, END = 40, 7
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.glue import compat
-from sglang_dflash.glue.server_args import handle_dflash, read_drafter
+from sglang_dflash.glue.startup.server_args import handle_dflash, read_drafter
 from sglang_dflash.testing.server import free_port
 from tests.tiny_models import write_hybrid_config
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.glue import compat, start
+from sglang_dflash.glue import compat
+from sglang_dflash.glue.startup import early_exit
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ROOT, free_port
 
@@ -70,8 +71,8 @@ def test_a_port_in_use_is_refused(models: Path) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "localhost"])
 def test_a_free_port_passes_whatever_the_host(host: str) -> None:
     try:
-        start.check_port(host, free_port())
-    except start.Refusal as refusal:
+        early_exit.check_port(host, free_port())
+    except early_exit.Refusal as refusal:
         if "Address family not supported" not in str(refusal):
             raise
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sglang_dflash.glue import compat
-from sglang_dflash.glue.updates import SOURCES, TargetUpdates
+from sglang_dflash.glue.models.weight_updates import SOURCES, TargetUpdates
 
 
 class Batch:

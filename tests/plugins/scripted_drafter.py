@@ -25,10 +25,10 @@ FOLDER = Path(os.environ.get("SCRIPT_FOLDER", "."))
 
 
 def activate() -> None:
-    from sglang_dflash.glue import host
+    from sglang_dflash.glue.step import batch_host
 
-    real_draft = host.BatchHost.draft_tokens
-    real_write = host.BatchHost.write_draft_kv
+    real_draft = batch_host.BatchHost.draft_tokens
+    real_write = batch_host.BatchHost.write_draft_kv
 
     def draft_tokens(self: Any, context: Any, masked: Any, randomness: Any) -> Any:
         output = real_draft(self, context, masked, randomness)
@@ -63,8 +63,8 @@ def activate() -> None:
                 if req.rid.startswith("record-"):
                     save_draft_kv(self, req, positions, slots)
 
-    host.BatchHost.draft_tokens = draft_tokens
-    host.BatchHost.write_draft_kv = write_draft_kv
+    batch_host.BatchHost.draft_tokens = draft_tokens
+    batch_host.BatchHost.write_draft_kv = write_draft_kv
 
 
 def script(kind: re.Match[str], req: Any, start: int, width: int, vocab: int) -> list[int]:

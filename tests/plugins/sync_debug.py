@@ -14,7 +14,7 @@ def activate() -> None:
         return
     import torch
 
-    from sglang_dflash.glue.worker import DFlashWorker
+    from sglang_dflash.glue.step.worker import DFlashWorker
 
     decode = DFlashWorker._decode
     steps = 0

@@ -71,27 +71,39 @@ ALLOWED = {
         "train",
     },
 }
-# glue/ in layers: a file imports files of earlier layers only, in functions, too
-GLUE_LAYERS = (
+# glue/ by lifetime: what each of its files and folders may import of glue/, in functions, too
+GLUE_ALLOWED: dict[str, set[str]] = {
     # SGLang by name, and the list of what is changed in it
-    {"contract", "release"},
-    {"symbols.server", "symbols.step", "symbols.models", "symbols.cpu"},
-    {"symbols"},
-    {"compat"},
-    {"changes"},
-    # one subject each
-    {"cpu", "features", "grammar", "metrics", "penalties", "start", "state"},
-    {"cpu.attention", "cpu.experts", "cpu.products", "cpu.sampling"},
-    {"attention", "draft_model", "finish", "layers", "server_args"},
-    {"head", "memory", "updates"},
-    # a step, from its rows to the worker
-    {"sampling"},
-    {"host"},
-    {"worker"},
-    # what starts everything, and the commands
-    {"cpu.install", "doctor", "offline"},
-    {"plugin", "serve"},
-)
+    "release": set(),
+    "contract": set(),
+    "symbols": {"contract", "symbols"},
+    "compat": {"symbols"},
+    "changes": {"compat", "release"},
+    "cpu": {"changes", "compat", "cpu"},
+    # before anything is loaded
+    "startup": {"changes", "compat", "startup"},
+    # as long as the server
+    "models": {"changes", "compat", "cpu", "models"},
+    # within a step
+    "sampling": {"changes", "compat", "models", "sampling"},
+    "after_step": {"after_step", "changes", "compat"},
+    "step": {
+        "after_step",
+        "changes",
+        "compat",
+        "models",
+        "release",
+        "sampling",
+        "startup",
+        "step",
+    },
+    # SGLang's own programs and the commands
+    "programs": {"compat"},
+    "doctor": {"compat", "release", "startup"},
+    "serve": {"doctor"},
+    # which attaches everything
+    "plugin": {"after_step", "changes", "cpu", "release", "sampling", "startup", "step"},
+}
 # "about 400" in the design
 MAX_MODULE_LINES = 420
 MAX_PROGRAM_LINES = 400
@@ -222,14 +234,19 @@ def test_a_circle_is_found() -> None:
 
 
 @pytest.mark.parametrize("path", GLUE, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_glue_imports_earlier_layers_only(path: Path) -> None:
-    layer = {name: i for i, names in enumerate(GLUE_LAYERS) for name in names}
-    own = module_of(path).removeprefix("sglang_dflash.glue.")
-    assert own in layer, "add it to GLUE_LAYERS"
-    for name in modules_of(imports_of(path)):
-        used = name.removeprefix("sglang_dflash.glue.")
-        if used != name:
-            assert layer[used] < layer[own], f"{own} imports {used}, which is not below it"
+def test_glue_follows_its_lifetimes(path: Path) -> None:
+    """A table of the attachment that knew the step would be loaded, and read, with all of it."""
+    part = parts(path)[1]
+    assert part in GLUE_ALLOWED, "add it to GLUE_ALLOWED"
+    own = (name.split(".") for name in modules_of(imports_of(path)))
+    used = {name[2] for name in own if name[:2] == ["sglang_dflash", "glue"] and len(name) > 2}
+    assert used <= GLUE_ALLOWED[part], f"{part} imports {sorted(used - GLUE_ALLOWED[part])}"
+
+
+def test_lifetimes_follow_each_other() -> None:
+    """So that no two folders need each other, whatever their files do."""
+    assert circles({part: used - {part} for part, used in GLUE_ALLOWED.items()}) == set()
+    assert set(GLUE_ALLOWED) == {parts(path)[1] for path in GLUE}
 
 
 def calls_of(path: Path) -> list[tuple[str, int]]:

@@ -29,13 +29,13 @@ SOURCES = [
 OURS = {
     "compat.py": {"globals()": "this module's own names"},
     "doctor.py": {"findings": "a list of our own Findings"},
-    "layers.py": {"following": "the FusedLayer after this one"},
-    "penalties.py": {
+    "models/gemma4_layers.py": {"following": "the FusedLayer after this one"},
+    "sampling/penalties.py": {
         "sums": "our Sums, which have a method of that name",
         "logits": "a tensor of one step",
     },
     "serve.py": {"sys": "Python's own arguments"},
-    "worker.py": {"self.engine": "our Engine", "rows": "a tensor that was made here"},
+    "step/worker.py": {"self.engine": "our Engine", "rows": "a tensor that was made here"},
 }
 MAKERS = {"dict", "list", "set", "WeakKeyDictionary"}
 TENSOR_MAKERS = {"zeros"}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.glue import changes, compat
-from sglang_dflash.glue.server_args import read_drafter
+from sglang_dflash.glue.startup.server_args import read_drafter
 
 
 def row_headroom(original: Any, server_args: Any) -> int:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.glue import changes, compat, grammar
-from sglang_dflash.glue.head import VerifyHead
-from sglang_dflash.glue.penalties import PenaltyTable, is_penalised
+from sglang_dflash.glue import changes, compat
+from sglang_dflash.glue.models.heads import VerifyHead
+from sglang_dflash.glue.sampling import grammar_mask
+from sglang_dflash.glue.sampling.penalties import PenaltyTable, is_penalised
 from sglang_dflash.kernels import MAX_TOP_K
 from sglang_dflash.types import DraftBlock, DraftContext, SamplingPlan
 
@@ -168,7 +169,7 @@ def _mask(
         barrier()
     if not any(req.grammar is not None for req in batch.reqs):
         return
-    mask = grammar.mask_rows(
+    mask = grammar_mask.mask_rows(
         batch.reqs,
         block.token_ids.tolist(),
         vocab_size=batch.sampling_info.vocab_size,
@@ -209,11 +210,11 @@ def refuse_request(req: Any, server_args: Any, *, enable_overlap: bool) -> str |
             "with overlap scheduling a processor sees an answer that lags behind",
             "start the server with --disable-overlap-schedule",
         )
-    if constrained and backend not in grammar.BACKENDS:
+    if constrained and backend not in grammar_mask.BACKENDS:
         return _refusal(
             "structured output",
             f"--grammar-backend {backend} cannot step back from a draft that was wrong",
-            f"start the server with --grammar-backend {' or '.join(grammar.BACKENDS)}",
+            f"start the server with --grammar-backend {' or '.join(grammar_mask.BACKENDS)}",
         )
     if req.input_embeds is not None:
         dtype = server_args.get_model_config().dtype

@@ -15,7 +15,7 @@ import torch
 
 from sglang_dflash.glue import changes, compat
 from sglang_dflash.glue.cpu import products
-from sglang_dflash.glue.layers import fold_router_scales
+from sglang_dflash.glue.models.gemma4_layers import fold_router_scales
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from sglang_dflash.buffers import StepRandomness
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import changes, compat
-from sglang_dflash.glue.head import DraftHead, VerifyHead
-from sglang_dflash.glue.metrics import Bookkeeping
-from sglang_dflash.glue.penalties import PenaltyTable
-from sglang_dflash.glue.sampling import RowSampler, plan_of
+from sglang_dflash.glue.after_step.exporter import Bookkeeping
+from sglang_dflash.glue.models.heads import DraftHead, VerifyHead
+from sglang_dflash.glue.sampling.penalties import PenaltyTable
+from sglang_dflash.glue.sampling.row_sampler import RowSampler, plan_of
 from sglang_dflash.kernels import Noise, Ops
 from sglang_dflash.types import (
     Commit,

@@ -17,15 +17,15 @@ from sglang_dflash.accept import Simulation
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import changes, compat, release
-from sglang_dflash.glue.attention import install_verify_attention, plan_in_graph
-from sglang_dflash.glue.draft_model import DFlashDraftModel
-from sglang_dflash.glue.finish import keep_books_in
-from sglang_dflash.glue.host import BatchHost, Engine, take_features
-from sglang_dflash.glue.layers import install_fused_layers
-from sglang_dflash.glue.metrics import Bookkeeping
-from sglang_dflash.glue.server_args import resolve_config
-from sglang_dflash.glue.state import DFlashState
-from sglang_dflash.glue.updates import TargetUpdates
+from sglang_dflash.glue.after_step.exporter import Bookkeeping
+from sglang_dflash.glue.after_step.request_end import keep_books_in
+from sglang_dflash.glue.models.draft_model import DFlashDraftModel
+from sglang_dflash.glue.models.gemma4_layers import install_fused_layers
+from sglang_dflash.glue.models.verify_backend import install_verify_attention, plan_in_graph
+from sglang_dflash.glue.models.weight_updates import TargetUpdates
+from sglang_dflash.glue.startup.server_args import resolve_config
+from sglang_dflash.glue.step.batch_host import BatchHost, Engine, take_features
+from sglang_dflash.glue.step.spec_input import DFlashState
 from sglang_dflash.metrics import AcceptanceAlarm
 from sglang_dflash.policy import DraftPolicy
 from sglang_dflash.step import decode_step, prefill_step

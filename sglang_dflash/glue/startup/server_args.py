@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_dflash import config as cfg
 from sglang_dflash.glue import changes, compat
-from sglang_dflash.glue.features import delivers_features, refuse_recurrent
+from sglang_dflash.glue.startup.feature_capture import delivers_features, refuse_recurrent
 
 logger = logging.getLogger(__name__)
 

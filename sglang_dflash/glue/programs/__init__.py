@@ -1,0 +1,1 @@
+"""SGLang's own programs, as our commands run them."""

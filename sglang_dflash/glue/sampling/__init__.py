@@ -1,0 +1,1 @@
+"""What the requests of a batch ask for: a plan, adjusted rows, or a refusal."""
