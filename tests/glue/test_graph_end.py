@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sglang_dflash.buffers import StepRandomness
 from sglang_dflash.glue.cpu import products
-from sglang_dflash.glue.models.heads import DraftHead, VerifyHead
-from sglang_dflash.glue.step.batch_host import Engine
+from sglang_dflash.glue.models.heads import BlockHead, DraftHead, VerifyHead
+from sglang_dflash.glue.step.batch_host import BatchHost
+from sglang_dflash.glue.step.draft_cache import DraftCache
+from sglang_dflash.glue.step.graph_outputs import DraftGraphs, VerifyGraphs
 from sglang_dflash.kernels import TORCH
 
 LAYERS, HIDDEN, KV_HEADS, DIM, SLOTS, VOCAB = 3, 24, 2, 8, 20, 50
@@ -26,7 +29,7 @@ def weight(*shape: int) -> torch.nn.Parameter:
 
 
 @pytest.fixture
-def engine() -> Engine:
+def draft_runner() -> Any:
     torch.manual_seed(0)
     # all layers of a drafter turn alike
     rotary = SimpleNamespace(cos_sin_cache=torch.randn(50, DIM))
@@ -40,45 +43,76 @@ def engine() -> Engine:
         )
         return SimpleNamespace(self_attn=attention)
 
-    found = Engine.__new__(Engine)
-    found.ops = TORCH
-    found.config = SimpleNamespace(block_size=4)
-    found.graph_projected = None
-    found.verify_head = VerifyHead(torch.nn.Identity(), TORCH, device_type="cpu")
-    found.target_runner = SimpleNamespace(capture_tail_hooks=[])
     model = SimpleNamespace(
         fc=torch.nn.Linear(2 * HIDDEN, HIDDEN, bias=False),
         hidden_norm=SimpleNamespace(weight=weight(HIDDEN)),
         layers=[layer(i) for i in range(LAYERS)],
         config=SimpleNamespace(rms_norm_eps=1e-6),
     )
-    found.draft_runner = SimpleNamespace(model=model, device="cpu", capture_tail_hooks=[])
+    return SimpleNamespace(model=model, device="cpu", capture_tail_hooks=[])
+
+
+@pytest.fixture
+def cache(draft_runner: Any) -> DraftCache:
+    return DraftCache(draft_runner, TORCH)
+
+
+@pytest.fixture
+def verify_graphs(cache: DraftCache) -> VerifyGraphs:
+    head = VerifyHead(torch.nn.Identity(), TORCH, device_type="cpu")
+    return VerifyGraphs(head, cache, block_size=4)
+
+
+@pytest.fixture
+def block_head(draft_runner: Any) -> BlockHead:
     # four rows that no token uses
     lm_head = SimpleNamespace(weight=weight(VOCAB + 4, HIDDEN))
-    found.head = DraftHead(SimpleNamespace(lm_head=lm_head), VOCAB, TORCH)
-    found.graph_logits = None
-    found.randomness = StepRandomness(2, 4, "cpu")
-    return found
+    head = DraftHead(SimpleNamespace(lm_head=lm_head), VOCAB, TORCH)
+    return BlockHead(head, block_size=4, logit_cap=0.0)
 
 
 @torch.no_grad()
-def written(engine: Engine, features: torch.Tensor, *, in_graph: bool) -> torch.Tensor:
+def written(draft_runner: Any, writer: DraftCache | BatchHost, features: Tensor) -> Tensor:
     keys, values = torch.zeros(2, LAYERS, SLOTS, KV_HEADS, DIM)
-    engine.draft_runner.token_to_kv_pool = SimpleNamespace(
+    draft_runner.token_to_kv_pool = SimpleNamespace(
         get_key_buffer=keys.__getitem__, get_value_buffer=values.__getitem__
     )
     positions, slots = torch.tensor([7, 8, 9, 10]), torch.tensor([3, 0, 12, 19])
-    engine.write_draft_kv(features, positions, slots, in_graph=in_graph)
+    write = writer.write if isinstance(writer, DraftCache) else writer.write_draft_kv
+    write(features, positions, slots)
     return torch.stack([keys, values])
 
 
-def test_the_end_of_a_graph_chooses_and_projects(engine: Engine) -> None:
+def host_after_verify(cache: DraftCache, graphs: VerifyGraphs, *, in_graph: bool) -> BatchHost:
+    """A step's host whose verify pass ran inside or outside a graph; its plan was made before."""
+    output = SimpleNamespace(hidden_states=None, next_token_logits=None)
+    result = SimpleNamespace(logits_output=output, can_run_cuda_graph=in_graph)
+    runtime: Any = SimpleNamespace(
+        config=SimpleNamespace(block_size=4),
+        device_module=torch.cpu,
+        plan_stream=torch.cpu.Stream(),
+        target_worker=SimpleNamespace(forward_batch_generation=lambda **_given: result),
+        verify_head=SimpleNamespace(cap=0.0),
+        verify_graphs=graphs,
+        draft_cache=cache,
+    )
+    host = BatchHost(runtime, SimpleNamespace(seq_lens_cpu=torch.tensor([7])))
+    unread: Any = None
+    plan: Any = "a plan: the choices are made in stage 3"
+    host.verify_block(unread, unread, plan)
+    return host
+
+
+def test_the_end_of_a_graph_chooses_and_projects(
+    draft_runner: Any, cache: DraftCache, verify_graphs: VerifyGraphs
+) -> None:
     features, logits = torch.randn(8, 2 * HIDDEN), torch.randn(8, 30)
     assert torch.is_grad_enabled()
-    expected = written(engine, features[:4], in_graph=False)
+    expected = written(draft_runner, cache, features[:4])
     assert expected[:, :, [3, 12, 19]].abs().min() > 0
-    engine.finish_in_graph()
-    [hook] = engine.target_runner.capture_tail_hooks
+    target_runner = SimpleNamespace(capture_tail_hooks=[])
+    verify_graphs.install(target_runner)
+    [hook] = target_runner.capture_tail_hooks
     # two graphs, the larger captured first; the batch of one request is padded to two
     for num_tokens in (8, 4, 8):
         output = SimpleNamespace(
@@ -86,37 +120,53 @@ def test_the_end_of_a_graph_chooses_and_projects(engine: Engine) -> None:
         )
         hook(SimpleNamespace(capture_bs=[1, 2]), output, None, num_tokens)
     unused = torch.full_like(features[:4], float("nan"))
-    torch.testing.assert_close(written(engine, unused, in_graph=True), expected)
-    assert engine.graph_choices.tolist() == logits.argmax(-1).tolist()
+    host = host_after_verify(cache, verify_graphs, in_graph=True)
+    torch.testing.assert_close(written(draft_runner, host, unused), expected)
+    left = verify_graphs.outputs_of(SimpleNamespace(can_run_cuda_graph=True))
+    assert left is not None
+    assert left.choices.tolist() == logits.argmax(-1).tolist()
+    # a larger batch than any graph: what a graph left is of another step
+    host = host_after_verify(cache, verify_graphs, in_graph=False)
+    other = torch.randn(4, 2 * HIDDEN)
+    torch.testing.assert_close(
+        written(draft_runner, host, other), written(draft_runner, cache, other)
+    )
 
 
-def test_without_graphs_features_are_projected_when_they_are_written(engine: Engine) -> None:
-    engine.finish_in_graph()
+def test_without_graphs_features_are_projected_when_they_are_written(
+    draft_runner: Any, cache: DraftCache, verify_graphs: VerifyGraphs
+) -> None:
+    verify_graphs.install(SimpleNamespace(capture_tail_hooks=[]))
     features = torch.randn(4, 2 * HIDDEN)
-    found = written(engine, features, in_graph=True)
-    torch.testing.assert_close(found, written(engine, features, in_graph=False))
+    host = host_after_verify(cache, verify_graphs, in_graph=True)
+    found = written(draft_runner, host, features)
+    torch.testing.assert_close(found, written(draft_runner, cache, features))
 
 
 def test_the_end_of_a_draft_graph_leaves_the_drafts_and_what_they_were_chosen_from(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    draft_runner: Any, block_head: BlockHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the products of a CPU's server
     monkeypatch.setattr(products, "multiply", lambda _x, _weight: None)
     hidden = torch.randn(8, HIDDEN)
-    noise = engine.randomness.for_batch(2)
+    randomness, graphs = StepRandomness(2, 4, "cpu"), DraftGraphs(block_head)
+    noise = randomness.for_batch(2)
     noise.keys.random_()
     noise.scales.fill_(0.9)
-    engine.draft_head_in_graph(2)
-    [hook] = engine.draft_runner.capture_tail_hooks
+    graphs.install(draft_runner, max_requests=2, randomness=randomness)
+    [hook] = draft_runner.capture_tail_hooks
     for num_tokens in (8, 4):
         output = SimpleNamespace(hidden_states=hidden[:num_tokens])
         hook(SimpleNamespace(capture_bs=[1, 2]), output, None, num_tokens)
         size = num_tokens // 4
-        drafts, logits = engine.drafts_of_graph(size)
+        found = graphs.drafts_of(SimpleNamespace(can_run_graph=True), size)
+        assert found is not None
+        drafts, logits = found
         with torch.inference_mode():  # as in a step
-            noise = engine.randomness.for_batch(size)
-            expected, from_logits = engine.draft_head(hidden[:num_tokens], noise)
+            noise = randomness.for_batch(size)
+            expected, from_logits = block_head.draft(hidden[:num_tokens], noise)
         assert logits is not None and logits.shape == (size, 3, VOCAB)
         torch.testing.assert_close(logits, from_logits)
         assert torch.equal(drafts, expected) and not torch.equal(drafts[0], drafts[1])
         assert torch.equal(drafts[0], logits.argmax(-1))
+    assert graphs.drafts_of(SimpleNamespace(can_run_graph=False), 1) is None

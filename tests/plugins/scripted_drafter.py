@@ -33,7 +33,7 @@ def activate() -> None:
     def draft_tokens(self: Any, context: Any, masked: Any, randomness: Any) -> Any:
         output = real_draft(self, context, masked, randomness)
         drafts = output.argmax_drafts
-        vocab = self._engine.config.drafter.vocab_size
+        vocab = self._runtime.config.drafter.vocab_size
         if any(req.rid.startswith("raise-") for req in self._batch.reqs):
             raise RuntimeError("scripted failure")
         for i, req in enumerate(self._batch.reqs):
@@ -55,7 +55,7 @@ def activate() -> None:
         if spoilt:
             features = features.new_full(features.shape, float(spoilt[-1]))
             # a verify graph has projected the right ones
-            self._engine.write_draft_kv(features, positions, slots, in_graph=False)
+            self._runtime.draft_cache.write(features, positions, slots)
         else:
             real_write(self, features, positions, slots)
         if self._batch.forward_mode.is_target_verify():
@@ -92,7 +92,7 @@ def save_draft_kv(host: Any, req: Any, positions: Any, slots: Any) -> None:
     # single-request batches only: the committed rows are those not sent to the scratch slot
     end = int(positions[slots != 0].max()) + 1
     table = host.slot_table()[req.req_pool_idx, :end].long()
-    pool = host._engine.draft_runner.token_to_kv_pool
-    layers = range(host._engine.config.drafter.num_layers)
+    pool = host._runtime.draft_runner.token_to_kv_pool
+    layers = range(host._runtime.config.drafter.num_layers)
     keys_values = [[buffer[table].clone() for buffer in pool.get_kv_buffer(i)] for i in layers]
     torch.save(keys_values, FOLDER / f"{req.rid}.pt")

@@ -35,7 +35,11 @@ OURS = {
         "logits": "a tensor of one step",
     },
     "serve.py": {"sys": "Python's own arguments"},
-    "step/worker.py": {"self.engine": "our Engine", "rows": "a tensor that was made here"},
+    "step/graph_outputs.py": {
+        "outputs.choices": "a buffer of ours",
+        "outputs.drafts": "a buffer of ours",
+    },
+    "step/worker.py": {"rows": "a tensor that was made here"},
 }
 MAKERS = {"dict", "list", "set", "WeakKeyDictionary"}
 TENSOR_MAKERS = {"zeros"}

@@ -99,6 +99,46 @@ def _multiply(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
     return torch.matmul(x, weight.T, out=out) if product is None else product
 
 
+class BlockHead:
+    """The draft head over blocks of hidden states, whose first rows are anchors."""
+
+    def __init__(self, head: DraftHead, *, block_size: int, logit_cap: float) -> None:
+        self._head = head
+        self.block_size = block_size
+        self._logit_cap = logit_cap
+
+    def allocate_logits(self, requests: int) -> Tensor:
+        """Return a buffer for the logits of so many blocks, anchors left out."""
+        return self._head.allocate_logits(requests * (self.block_size - 1))
+
+    def draft(
+        self, hidden: Tensor, noise: Noise | None, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the argmax drafts of blocks of hidden states and, with noise, sampled ones,
+        [1 or 2, b, B - 1]; and the logits, in `out` if given, [b, B - 1, V], None on a rank that
+        sees a part of the vocabulary."""
+        size = hidden.shape[0] // self.block_size
+        if out is not None or hidden.device.type != "cpu":
+            hidden = hidden.unflatten(0, (size, -1))[:, 1:].flatten(0, 1)
+        elif noise is not None:
+            # whole blocks multiply faster there, though the first row is not needed
+            noise = Noise(noise.keys.roll(1, dims=1), noise.scales)
+        logits = self._head.multiply(hidden, out)
+        drafts = self._head.choose(logits, logit_cap=self._logit_cap, noise=noise)
+        drafts = drafts.unflatten(1, (size, -1))[:, :, 1 - self.block_size :]
+        return drafts, self._by_block(logits, size)
+
+    def logits_by_block(self, logits: Tensor, size: int) -> Tensor | None:
+        """Return what `draft` returns of a buffer that holds the logits of so many blocks."""
+        rows = logits[: size * (self.block_size - 1)]
+        return self._by_block(self._head.without_vocab_padding(rows), size)
+
+    def _by_block(self, logits: Tensor, size: int) -> Tensor | None:
+        if not self._head.sees_all:
+            return None
+        return logits.unflatten(0, (size, -1))[:, 1 - self.block_size :]
+
+
 class VerifyHead:
     """The logits of a verify pass, left in the type the head wrote until someone needs more.
 

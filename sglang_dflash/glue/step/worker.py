@@ -24,7 +24,8 @@ from sglang_dflash.glue.models.gemma4_layers import install_fused_layers
 from sglang_dflash.glue.models.verify_backend import install_verify_attention, plan_in_graph
 from sglang_dflash.glue.models.weight_updates import TargetUpdates
 from sglang_dflash.glue.startup.server_args import resolve_config
-from sglang_dflash.glue.step.batch_host import BatchHost, Engine, take_features
+from sglang_dflash.glue.step.batch_host import BatchHost, take_features
+from sglang_dflash.glue.step.runtime import DFlashRuntime
 from sglang_dflash.glue.step.spec_input import DFlashState
 from sglang_dflash.metrics import AcceptanceAlarm
 from sglang_dflash.policy import DraftPolicy
@@ -84,7 +85,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             attention_backend_override=self.config.draft_backend,
         )
         self._draft_worker = bundle.draft_worker
-        self.engine = Engine(
+        self.runtime = DFlashRuntime(
             self.config,
             self.ops,
             target_worker,
@@ -114,7 +115,7 @@ class DFlashWorker(compat.BaseSpecWorker):
     @property
     def spec_v2_attn_backends(self) -> tuple[Any, ...]:
         """Return every attention backend of a step, which decide whether lengths go to the host."""
-        return (self.model_runner.attn_backend, self.engine.draft_runner.attn_backend)
+        return (self.model_runner.attn_backend, self.runtime.draft_runner.attn_backend)
 
     def alloc_memory_pool(
         self,
@@ -133,9 +134,8 @@ class DFlashWorker(compat.BaseSpecWorker):
         self.max_requests = req_to_token_pool.req_to_token.shape[0]
         self.buffers = StepBuffers(self.max_requests, self.config.block_size, self.device)
         self.policy = DraftPolicy(self.max_requests, self.device)
-        self.engine.randomness = self.buffers.randomness
         # before SGLang captures the target's graphs, which is before ours
-        self.engine.finish_in_graph()
+        self.runtime.verify_graphs.install(self.model_runner)
 
     def init_attention_backends(self) -> None:
         """Choose the kernels, once; SGLang has built the target's backend just before."""
@@ -144,11 +144,15 @@ class DFlashWorker(compat.BaseSpecWorker):
             self.model_runner, max_requests=self.max_requests, block_size=self.config.block_size
         )
         if self.config.draft_backend in FLASH_BACKENDS:
-            plan_in_graph(self.engine.draft_runner.attn_backend)
+            plan_in_graph(self.runtime.draft_runner.attn_backend)
         logger.info("sglang_dflash owns DFLASH: %s", self.describe())
 
     def init_cuda_graphs(self) -> None:
-        self.engine.draft_head_in_graph(self.max_requests)
+        self.runtime.draft_graphs.install(
+            self.runtime.draft_runner,
+            max_requests=self.max_requests,
+            randomness=self.buffers.randomness,
+        )
         super().init_cuda_graphs()
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
@@ -172,7 +176,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         with torch.inference_mode():
             if batch.forward_mode.is_extend():
                 return self._prefill(batch, on_publish)
-            return self._decode(batch, BatchHost(self.engine, batch, on_publish, grammar_barrier))
+            return self._decode(batch, BatchHost(self.runtime, batch, on_publish, grammar_barrier))
 
     def _prefill(self, batch: Any, on_publish: Callable[[Tensor], None] | None) -> Any:
         if batch.input_embeds is not None:
@@ -192,7 +196,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             ]
         ).to(self.device, non_blocking=True)
         prefill_step(
-            BatchHost(self.engine, batch),
+            BatchHost(self.runtime, batch),
             features=features[: positions.shape[0]],
             positions=positions,
             slots=batch.out_cache_loc,
@@ -200,7 +204,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         info = batch.sampling_info
         if not info.is_all_greedy:
             self.policy.start(batch.req_pool_indices, info.temperatures.flatten())
-        self.engine.row_sampler.penalties.start(batch.reqs, result.next_token_ids)
+        self.runtime.row_sampler.penalties.start(batch.reqs, result.next_token_ids)
         state = DFlashState(result.next_token_ids.long(), batch.seq_lens)
         RESULT.write(result, next_draft_input=state)
         return result

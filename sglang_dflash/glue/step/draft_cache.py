@@ -1,0 +1,71 @@
+"""The drafter's KV of committed tokens: features of the target, projected layer by layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from sglang_dflash.kernels import Ops
+
+
+class DraftCache:
+    """The projection of target features and its write into the draft KV pool."""
+
+    def __init__(self, draft_runner: Any, ops: Ops) -> None:
+        self._runner = draft_runner
+        self._ops = ops
+
+    def kv_weights(self) -> list[Tensor]:
+        """Return the projection of each layer, keys before values."""
+        return [layer.self_attn.kv_weight for layer in self._runner.model.layers]
+
+    def context_hidden(self, features: Tensor) -> Tensor:
+        """Return what every layer projects, [n, H], of features [n, F]."""
+        model = self._runner.model
+        return self._ops.context_hidden(
+            features,
+            fc_weight=model.fc.weight,
+            norm_weight=model.hidden_norm.weight,
+            eps=model.config.rms_norm_eps,
+        )
+
+    def write(
+        self,
+        features: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        *,
+        projected: Tensor | None = None,
+    ) -> None:
+        """Project target features into the draft KV of every layer, at the given slots.
+
+        `projected` begins with the projection of each row, where a graph has made it; the features
+        are not read then.
+        """
+        layers = list(self._runner.model.layers)
+        if projected is not None:
+            self._write_layers(layers, projected[:, : positions.shape[0]], positions, slots)
+            return
+        hidden = self.context_hidden(features)
+        for layer in layers:
+            # one at a time: a prompt has many rows
+            of_layer = (hidden @ layer.self_attn.kv_weight.T)[None]
+            self._write_layers([layer], of_layer, positions, slots)
+
+    def _write_layers(
+        self, layers: list[Any], projected: Tensor, positions: Tensor, slots: Tensor
+    ) -> None:
+        pool = self._runner.token_to_kv_pool
+        attentions = [layer.self_attn for layer in layers]
+        ids = [attention.attn.layer_id for attention in attentions]
+        self._ops.write_context(
+            projected,
+            positions,
+            slots,
+            [pool.get_key_buffer(layer_id) for layer_id in ids],
+            [pool.get_value_buffer(layer_id) for layer_id in ids],
+            k_norm_weights=[attention.k_norm.weight for attention in attentions],
+            cos_sin=attentions[0].rotary_emb.cos_sin_cache,
+            eps=self._runner.model.config.rms_norm_eps,
+        )

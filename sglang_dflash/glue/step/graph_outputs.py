@@ -1,0 +1,119 @@
+"""What captured graphs end in, and where they leave it for the step.
+
+Whether a step needs it is known only after the graph has run. But a graph's launches cost the host
+nothing, so both models' graphs end in it. SGLang runs the end of a graph while it captures; by then
+the capture sizes are known, and one set of outputs is allocated for all graphs of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.buffers import StepRandomness
+from sglang_dflash.glue import changes
+from sglang_dflash.glue.models.heads import BlockHead, VerifyHead
+from sglang_dflash.glue.step.draft_cache import DraftCache
+
+
+@dataclass(frozen=True)
+class VerifyOutputs:
+    """Of each row of a verify pass; as many rows as the largest graph has."""
+
+    projected: Tensor  # [L, n, 2 * Hkv * D], the draft KV before norm and rotation
+    choices: Tensor  # [n] int64, the greedy token after the row
+
+    @classmethod
+    def allocate(cls, rows: int, kv_weights: Sequence[Tensor]) -> VerifyOutputs:
+        first = kv_weights[0]
+        return cls(
+            projected=first.new_empty(len(kv_weights), rows, first.shape[0]),
+            choices=first.new_empty(rows, dtype=torch.int64),
+        )
+
+
+class VerifyGraphs:
+    """The target's graphs, which end in the greedy choice after every row and its projection."""
+
+    def __init__(self, head: VerifyHead, cache: DraftCache, *, block_size: int) -> None:
+        self._head = head
+        self._cache = cache
+        self._block_size = block_size
+        self._outputs: VerifyOutputs | None = None
+
+    def install(self, target_runner: Any) -> None:
+        """Have the graphs end so; before any of them is captured."""
+
+        def tail(runner: Any, output: Any, _forward_batch: Any, num_tokens: int) -> None:
+            weights = self._cache.kv_weights()
+            if self._outputs is None:
+                rows = max(runner.capture_bs) * self._block_size
+                self._outputs = VerifyOutputs.allocate(rows, weights)
+            outputs = self._outputs
+            outputs.choices[:num_tokens] = self._head.greedy(output.next_token_logits)
+            hidden = self._cache.context_hidden(output.hidden_states)
+            for weight, out in zip(weights, outputs.projected[:, :num_tokens], strict=True):
+                torch.matmul(hidden, weight.T, out=out)
+
+        _end_graphs_with(
+            tail, target_runner, why="verify graphs end in choices and draft KV projections"
+        )
+
+    def outputs_of(self, verify_result: Any) -> VerifyOutputs | None:
+        """Return what a verify pass has left; None if it ran outside a graph."""
+        return self._outputs if verify_result.can_run_cuda_graph else None
+
+
+@dataclass(frozen=True)
+class DraftGraphOutputs:
+    """Of each block of a draft pass, anchors left out."""
+
+    drafts: Tensor  # [2, b, B - 1] int64, argmax and sampled
+    logits: Tensor  # [n, V and padding], as many rows as the largest graph has
+
+
+class DraftGraphs:
+    """The drafter's graphs, which end in the head and its choices."""
+
+    def __init__(self, head: BlockHead) -> None:
+        self._head = head
+        self._outputs: DraftGraphOutputs | None = None
+
+    def install(self, draft_runner: Any, *, max_requests: int, randomness: StepRandomness) -> None:
+        """Have the graphs end so; before any of them is captured."""
+        width = self._head.block_size - 1
+        drafts = torch.zeros(2, max_requests, width, dtype=torch.int64, device=draft_runner.device)
+
+        def tail(runner: Any, output: Any, _forward_batch: Any, _num_tokens: int) -> None:
+            hidden = output.hidden_states
+            size = hidden.shape[0] // self._head.block_size
+            if self._outputs is None:
+                logits = self._head.allocate_logits(max(runner.capture_bs))
+                self._outputs = DraftGraphOutputs(drafts, logits)
+            outputs = self._outputs
+            out = outputs.logits[: size * width]
+            noise = randomness.for_batch(size)
+            outputs.drafts[:, :size], _ = self._head.draft(hidden, noise, out)
+
+        _end_graphs_with(tail, draft_runner, why="draft graphs end in the head's choices")
+
+    def drafts_of(self, draft_result: Any, size: int) -> tuple[Tensor, Tensor | None] | None:
+        """Return what `BlockHead.draft` would for so many requests; None if the pass ran outside a
+        graph."""
+        if self._outputs is None or not draft_result.can_run_graph:
+            return None
+        logits = self._head.logits_by_block(self._outputs.logits, size)
+        return self._outputs.drafts[:, :size], logits
+
+
+def _end_graphs_with(tail: Callable[..., None], runner: Any, *, why: str) -> None:
+    """Have a runner's captured graphs end in `tail`.
+
+    SGLang captures outside of its models' own `no_grad`, and some weights that a tail reads require
+    gradients: a tied embedding, for one, is a plain nn.Embedding.
+    """
+    changes.append_to(runner, "capture_tail_hooks", torch.no_grad()(tail), why=why)

@@ -1,0 +1,63 @@
+"""What lives as long as the server, and ties both models to a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_dflash.config import DFlashConfig
+from sglang_dflash.glue import compat
+from sglang_dflash.glue.after_step.exporter import Bookkeeping
+from sglang_dflash.glue.models.heads import BlockHead, DraftHead, VerifyHead
+from sglang_dflash.glue.sampling.penalties import PenaltyTable
+from sglang_dflash.glue.sampling.row_sampler import RowSampler
+from sglang_dflash.glue.step.draft_cache import DraftCache
+from sglang_dflash.glue.step.graph_outputs import DraftGraphs, VerifyGraphs
+from sglang_dflash.kernels import Ops
+
+
+class DFlashRuntime:
+    """Both models, their heads and graphs, the draft cache and the sampler of one worker."""
+
+    def __init__(
+        self,
+        config: DFlashConfig,
+        ops: Ops,
+        target_worker: Any,
+        draft_runner: Any,
+        *,
+        book: Bookkeeping,
+    ) -> None:
+        self.config = config
+        self.book = book
+        self.target_worker = target_worker
+        self.target_runner = target_worker.model_runner
+        self.draft_runner = draft_runner
+        target_model = self.target_runner.model
+        draft_runner.model.share_embedding(target_model.get_input_embeddings())
+        draft_head = DraftHead(target_model, config.drafter.vocab_size, ops)
+        device_type = torch.device(draft_runner.device).type
+        # torch.cuda; on a CPU torch's stand-in, where everything happens in order
+        self.device_module = torch.get_device_module(device_type)
+        self.plan_stream = self.device_module.Stream() if config.overlap.plan_stream else None
+        self.verify_head = VerifyHead(target_model, ops, device_type=device_type)
+        self.block_head = BlockHead(
+            draft_head, block_size=config.block_size, logit_cap=self.verify_head.cap
+        )
+        self.row_sampler = RowSampler(
+            self.target_runner.sampler,
+            self.verify_head,
+            PenaltyTable(self.target_runner.model_config.vocab_size, draft_runner.device),
+        )
+        self.draft_cache = DraftCache(draft_runner, ops)
+        self.verify_graphs = VerifyGraphs(
+            self.verify_head, self.draft_cache, block_size=config.block_size
+        )
+        self.draft_graphs = DraftGraphs(self.block_head)
+        self.block_input = compat.DFlashVerifyInput(
+            draft_token=None,
+            positions=None,
+            draft_token_num=config.block_size,
+            capture_hidden_mode=compat.CaptureHiddenMode.NULL,
+        )
