@@ -73,7 +73,7 @@ def at_once(
 def server_gib(target: Path | str, drafter: Path | str, tokens: int) -> float:
     """Return the memory of one server with a drafter, as the doctor reads it from the configs."""
     # imports SGLang, which takes long; --at-once does without
-    from sglang_dflash.glue.doctor import look_at_pair
+    from sglang_dflash.commands.doctor import look_at_pair
 
     pair = argparse.Namespace(
         model_path=str(target),

@@ -54,28 +54,25 @@ def main(arguments: list[str] | None = None) -> int:
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run the command; each imports only what it needs."""
     if options.command == "serve":
-        from sglang_dflash.glue.serve import run_serve
+        from sglang_dflash.commands.serve import run_serve
 
         return run_serve(options, arguments[1:])
     if options.command == "doctor":
-        from sglang_dflash.glue.doctor import run_doctor
+        from sglang_dflash.commands.doctor import run_doctor
 
         return run_doctor(options)
     if options.command == "train":
         invocation = read_invocation(options, arguments)
         return run_until_stopped(invocation, lambda stop: run_train(options, invocation, stop))
-    from sglang_dflash.report import run_report
+    from sglang_dflash.commands.report import run_report
 
     return run_report(options)
 
 
 def run_train(options: argparse.Namespace, invocation: Invocation, stop: Stop) -> int:
-    from sglang_dflash.glue import release
-    from sglang_dflash.glue.programs.offline_engine import offline_engine
-    from sglang_dflash.train import command
+    from sglang_dflash.commands import train
 
-    engine = offline_engine if release.installed() else None
-    return command.run_train(options, invocation, engine=engine, stop=stop)
+    return train.run_train(options, invocation, stop)
 
 
 def add_pair_options(parser: argparse.ArgumentParser) -> None:

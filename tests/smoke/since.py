@@ -12,7 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "smoke-h200.json"
 SERVING_PATH = ["sglang_dflash", ":!*.md"]
-SERVING_PATH += [f":!sglang_dflash/{part}" for part in ("train", "reference", "pairs", "testing")]
+# the other commands start servers
+BESIDE = ("commands/report.py", "commands/train.py", "glue/programs/offline_engine.py")
+BESIDE += ("pairs", "reference", "testing", "train")
+SERVING_PATH += [f":!sglang_dflash/{part}" for part in BESIDE]
 
 
 def changed_since(commit: str) -> list[str] | None:

@@ -170,7 +170,6 @@ OTHERS = {
     "original": "what a hook stands around",
     "param": "a torch parameter",
     "target_model": "any model; what it has is asked of it",
-    "doctor.py:target_config": "a model's own config",
     "text": "a model's own config",
     "tokenizer": "a tokenizer of transformers",
     "unusual": "keywords, which are ours to count",

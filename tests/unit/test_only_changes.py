@@ -28,13 +28,12 @@ SOURCES = [
 # file -> what is ours though the rule does not see it
 OURS = {
     "compat.py": {"globals()": "this module's own names"},
-    "doctor.py": {"findings": "a list of our own Findings"},
     "models/gemma4_layers.py": {"following": "the FusedLayer after this one"},
     "sampling/penalties.py": {
         "sums": "our Sums, which have a method of that name",
         "logits": "a tensor of one step",
     },
-    "serve.py": {"sys": "Python's own arguments"},
+    "programs/server.py": {"sys": "Python's own arguments"},
     "step/graph_outputs.py": {
         "outputs.choices": "a buffer of ours",
         "outputs.drafts": "a buffer of ours",

@@ -10,13 +10,16 @@ import pytest
 
 from tests.smoke import since
 
+SERVING = ("sglang_dflash/glue/step/worker.py", "sglang_dflash/step.py")
+BESIDE = ("sglang_dflash/commands/report.py", "sglang_dflash/train/loss.py", "README.md")
+
 
 @pytest.fixture
 def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with a commit in which the smoke passed."""
     monkeypatch.setattr(since, "ROOT", tmp_path)
     monkeypatch.setattr(since, "RESULT", tmp_path / "smoke.json")
-    for name in ("sglang_dflash/step.py", "sglang_dflash/train/loss.py", "README.md"):
+    for name in (*SERVING, *BESIDE):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("before\n")
     git(tmp_path, "init", "-q")
@@ -33,13 +36,14 @@ def git(folder: Path, *words: str) -> str:
 
 
 def test_serving_code_is_named(history: Path) -> None:
-    (history / "sglang_dflash" / "step.py").write_text("after\n")
-    assert since.report().splitlines()[1:] == ["sglang_dflash/step.py"]
+    for name in SERVING:
+        (history / name).write_text("after\n")
+    assert since.report().splitlines()[1:] == [*SERVING]
 
 
 def test_training_and_words_are_not_the_serving_path(history: Path) -> None:
-    (history / "sglang_dflash" / "train" / "loss.py").write_text("after\n")
-    (history / "README.md").write_text("after\n")
+    for name in BESIDE:
+        (history / name).write_text("after\n")
     assert since.report().endswith("unchanged since.")
 
 

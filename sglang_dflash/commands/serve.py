@@ -7,12 +7,10 @@ does. A pair that would not start ends with the reason, before weights are downl
 from __future__ import annotations
 
 import argparse
-import runpy
 import sys
 
-from sglang_dflash.glue.doctor import look_at_installation, look_at_pair
-
-LAUNCHER = "sglang.launch_server"
+from sglang_dflash.commands.doctor import look_at_installation, look_at_pair
+from sglang_dflash.glue.programs.server import run_server
 
 
 def run_serve(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -24,7 +22,5 @@ def run_serve(options: argparse.Namespace, arguments: list[str]) -> int:
         print(f"{finding.name}: {finding.found}. {finding.advice}", file=sys.stderr)
     if bad:
         return 1
-    sys.argv = [LAUNCHER, *arguments]
-    # processes that SGLang spawns import __main__ again, which must be the stock one
-    runpy.run_module(LAUNCHER, run_name="__main__", alter_sys=True)
+    run_server(arguments)
     return 0

@@ -1,0 +1,1 @@
+"""`python -m sglang_dflash NAME`, one module each. They reach SGLang through `glue` only."""
