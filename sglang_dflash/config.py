@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.drafter_config import ARCHITECTURES, SUPPORTED_LAYER_TYPES, refuse_unknown
+from sglang_dflash.environment import DFLASH_SPEC_V2, SPEC_V2, Environment
 from sglang_dflash.safetensors_header import read_safetensors_header
 
 # which attention backends can run a drafter's layers; full_attention needs a block without a
@@ -28,25 +29,6 @@ DRAFT_BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-SPEC_V2 = "SGLANG_ENABLE_SPEC_V2"
-DFLASH_SPEC_V2 = "SGLANG_ENABLE_DFLASH_SPEC_V2"
-PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
-SWITCH_VALUES = {"0": False, "false": False, "1": True, "true": True}
-
-
-def read_switch(environment: Mapping[str, str], name: str, *, default: bool) -> bool:
-    """Return what an environment variable says; anything but a plain yes or no is an error."""
-    value = environment.get(name)
-    if value is None:
-        return default
-    if value.strip().lower() not in SWITCH_VALUES:
-        raise ValueError(
-            f"{name}={value} is neither on nor off. Set one of {', '.join(SWITCH_VALUES)}, "
-            "or leave it unset."
-        )
-    return SWITCH_VALUES[value.strip().lower()]
-
-
 @dataclass(frozen=True)
 class Overlap:
     """How the host's work is hidden behind the GPU's, and why not where it is not."""
@@ -56,12 +38,10 @@ class Overlap:
     reason: str  # what decided about the schedule
 
     @classmethod
-    def resolve(cls, environment: Mapping[str, str], *, disabled: bool) -> Overlap:
+    def resolve(cls, environment: Environment, *, disabled: bool) -> Overlap:
         """Decide from the three switches; --disable-overlap-schedule always wins."""
-        switches = {
-            name: read_switch(environment, name, default=True) for name in (SPEC_V2, DFLASH_SPEC_V2)
-        }
-        plan_stream = read_switch(environment, PLAN_STREAM, default=False)
+        switches = {SPEC_V2: environment.spec_v2, DFLASH_SPEC_V2: environment.dflash_spec_v2}
+        plan_stream = environment.plan_stream
         off = [f"{name}=0" for name, on in switches.items() if not on]
         if disabled:
             return cls(False, plan_stream, "--disable-overlap-schedule")

@@ -7,10 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-ALARM = "SGLANG_DFLASH_ALARM"
-ALARM_WINDOW = "SGLANG_DFLASH_ALARM_WINDOW"
-DEFAULT_ALARM = 1.5  # tokens per step; below it a block costs more than it brings
-DEFAULT_WINDOW = 1000  # verify steps of single requests
+from sglang_dflash.environment import ALARM, DEFAULT_ALARM, DEFAULT_WINDOW, Environment
 
 # what counts as a good first position, as near chance, and as a long context
 GOOD_START, NEAR_CHANCE = 0.5, 0.15
@@ -140,11 +137,11 @@ class AcceptanceAlarm:
     _active: bool = field(default=False, init=False)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str], block_size: int) -> AcceptanceAlarm:
+    def from_environment(cls, environment: Environment, block_size: int) -> AcceptanceAlarm:
         return cls(
             block_size,
-            threshold=_number(environment, ALARM, DEFAULT_ALARM, least=0.0),
-            window=int(_number(environment, ALARM_WINDOW, DEFAULT_WINDOW, least=1.0)),
+            threshold=environment.alarm_threshold,
+            window=environment.alarm_window,
         )
 
     def record(self, num_correct: int, committed: int, context: int) -> str | None:
@@ -197,18 +194,3 @@ def likely_cause(whole: AcceptanceMeter, *, short: AcceptanceMeter, long: Accept
             "mode or another domain. Compare with thinking off, or train a drafter on such answers."
         )
     return "a drafter too weak for this text. Train one on the target's own answers."
-
-
-def _number(environment: Mapping[str, str], name: str, default: float, *, least: float) -> float:
-    value = environment.get(name)
-    if value is None:
-        return default
-    try:
-        number = float(value)
-    except ValueError:
-        number = least - 1
-    if number < least:
-        raise ValueError(
-            f"{name}={value} is no number of at least {least:g}. Set one, or unset it."
-        )
-    return number

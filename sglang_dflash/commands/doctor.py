@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import platform
 import shlex
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ import transformers
 import sglang_dflash
 from sglang_dflash import config as cfg
 from sglang_dflash.checkpoint import check_checkpoint
+from sglang_dflash.environment import Environment
 from sglang_dflash.glue import compat, release
 from sglang_dflash.glue.startup.server_args import describe_target
 from sglang_dflash.reference import Drafter, DrafterConfig
@@ -97,7 +97,11 @@ def _contract() -> Finding:
 def _plugin() -> Finding:
     if not any(value.startswith("sglang_dflash.") for value in compat.registered_plugins()):
         return Finding("plug-in", "bad", "not registered", "Install it: pip install --no-deps -e .")
-    if os.environ.get("SGLANG_DFLASH") == "off":
+    try:
+        is_on = Environment().plugin_is_on
+    except ValueError as error:
+        return Finding("plug-in", "bad", "registered, and neither on nor off", str(error))
+    if not is_on:
         return Finding("plug-in", "note", "registered, and off", "SGLANG_DFLASH=off: unset it.")
     return Finding("plug-in", "ok", "registered with SGLang")
 

@@ -2,26 +2,25 @@
 
 SGLang logs and swallows exceptions of plug-ins and hooks, and would go on with its own DFLASH. So
 whatever goes wrong here ends the process instead: SystemExit is not an Exception. Nothing heavy is
-imported above, so that the import itself cannot fail.
+imported at the top, so that the import itself cannot fail.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from typing import TYPE_CHECKING, Any
+
+from sglang_dflash.environment import SWITCH, Environment
 
 if TYPE_CHECKING:
     from sglang_dflash.glue.changes import Hook
 
 logger = logging.getLogger(__name__)
 
-SWITCH = "SGLANG_DFLASH"
-
 
 def activate() -> None:
     """Attach to SGLang, or end the process with the reason. `SGLANG_DFLASH=off` does nothing."""
-    if not switched_on(os.environ.get(SWITCH)):
+    if not _is_on():
         logger.info("sglang_dflash is off (%s=off): DFLASH is SGLang's own.", SWITCH)
         return
     try:
@@ -39,11 +38,11 @@ def activate() -> None:
         ) from error
 
 
-def switched_on(value: str | None) -> bool:
-    """Read the switch strictly."""
-    if value not in (None, "on", "off"):
-        raise SystemExit(f"{SWITCH}={value} is neither on nor off. Set one of the two.")
-    return value != "off"
+def _is_on() -> bool:
+    try:
+        return Environment().plugin_is_on
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
 
 
 def require_supported_release() -> None:

@@ -93,6 +93,14 @@ def test_doctor_is_content_with_the_environment_of_make() -> None:
     assert "symbols of SGLang are as expected" in done.stdout
 
 
+def test_doctor_blocks_a_switch_that_would_end_the_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SGLANG_DFLASH", "0")
+    assert main(["doctor"]) == 1
+    assert "SGLANG_DFLASH=0 is neither on nor off. Set one of the two." in capsys.readouterr().out
+
+
 def test_serve_has_a_help_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--help"])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from sglang_dflash.environment import Environment
 from sglang_dflash.glue import changes, compat, plugin, release
 from sglang_dflash.glue.contract import Symbol
 from sglang_dflash.glue.step.worker import DFlashWorker
@@ -63,10 +64,11 @@ def test_exception_while_attaching_ends_the_process(monkeypatch: pytest.MonkeyPa
 
 
 def test_switch_is_read_strictly(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plugin.switched_on(None) and plugin.switched_on("on")
-    assert not plugin.switched_on("off")
+    assert Environment({}).plugin_is_on and Environment({"SGLANG_DFLASH": "on"}).plugin_is_on
+    assert not Environment({"SGLANG_DFLASH": "off"}).plugin_is_on
+    monkeypatch.setenv("SGLANG_DFLASH", "0")
     with pytest.raises(SystemExit, match="SGLANG_DFLASH=0 is neither on nor off"):
-        plugin.switched_on("0")
+        plugin.activate()
 
 
 @pytest.mark.parametrize(("switch", "ours"), [("on", True), ("off", False)])

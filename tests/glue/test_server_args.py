@@ -143,6 +143,9 @@ def test_chunks_that_would_let_a_prompt_wait_for_ever_are_refused(
         parse(models, *on_triton)
     monkeypatch.setenv("SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE", "64")
     assert parse(models, *on_triton).chunked_prefill_size == 64
+    monkeypatch.setenv("SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE", "few")
+    with pytest.raises(ValueError, match="ALIGN_SIZE=few is no whole number"):
+        parse(models, *on_triton)
 
 
 def test_device_is_refused(models: Path) -> None:

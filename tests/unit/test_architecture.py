@@ -29,8 +29,9 @@ ALLOWED = {
     "safetensors_header": set(),
     "checkpoint": {"safetensors_header"},
     "drafter_config": set(),
-    "config": {"drafter_config", "safetensors_header"},
-    "metrics": set(),
+    "environment": set(),
+    "config": {"drafter_config", "environment", "safetensors_header"},
+    "metrics": {"environment"},
     # the server harness sums the meter's counts
     "testing": {"metrics", "testing"},
     "host": {"types"},
@@ -54,7 +55,16 @@ ALLOWED = {
         "verify",
     },
     # commands reach SGLang through the adapter, which knows none of them
-    "commands": {"checkpoint", "commands", "config", "glue", "metrics", "reference", "train"},
+    "commands": {
+        "checkpoint",
+        "commands",
+        "config",
+        "environment",
+        "glue",
+        "metrics",
+        "reference",
+        "train",
+    },
     "__main__": {"commands", "train"},
     # an oracle shares no arithmetic with what it judges; which configs both take is one list
     "reference": {"drafter_config", "reference"},
@@ -190,6 +200,31 @@ def test_modules_are_loaded_by_name_in_glue_only(path: Path) -> None:
     loaders = ("import_module", "__import__", "runpy")
     is_loader = any(name in path.read_text() for name in loaders)
     assert not is_loader or PACKAGE / "glue" in path.parents
+
+
+def reads_environment(source: str) -> bool:
+    """Tell whether a module names what Python has the environment under."""
+    names = {"environ", "environb", "getenv", "getenvb"}
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr in names)
+        or (isinstance(node, ast.alias) and node.name in names)
+        for node in ast.walk(ast.parse(source))
+    )
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_the_environment_is_read_in_one_place(path: Path) -> None:
+    """A variable that is read elsewhere is neither typed, nor checked, nor in the list."""
+    # which hands the whole environment on to a server
+    is_harness = path == PACKAGE / "testing" / "server.py"
+    is_reader = path == PACKAGE / "environment.py" or is_harness
+    assert reads_environment(path.read_text()) == is_reader, "go through environment.py"
+
+
+def test_a_seeded_read_of_the_environment_is_found() -> None:
+    assert reads_environment("import os\nvalue = os.environ.get('A')")
+    assert reads_environment("from os import getenv")
+    assert not reads_environment("environment = {'A': '1'}")
 
 
 def test_the_adapter_knows_no_command() -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from sglang_dflash import config as cfg
+from sglang_dflash.environment import Environment
 
 CONFIG: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
@@ -199,7 +200,7 @@ def test_folder_without_weights_passes_for_dummy_loading(tmp_path: Path) -> None
 def test_overlap_follows_its_switches(
     environment: dict[str, str], disabled: bool, schedule: bool, reason: str
 ) -> None:
-    found = cfg.Overlap.resolve(environment, disabled=disabled)
+    found = cfg.Overlap.resolve(Environment(environment), disabled=disabled)
     assert found.schedule is schedule and reason in found.reason
     assert found.plan_stream is False
 
@@ -207,7 +208,7 @@ def test_overlap_follows_its_switches(
 @pytest.mark.parametrize("disabled", [False, True])
 def test_plan_stream_is_its_own_switch(disabled: bool) -> None:
     environment = {"SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"}
-    assert cfg.Overlap.resolve(environment, disabled=disabled).plan_stream
+    assert cfg.Overlap.resolve(Environment(environment), disabled=disabled).plan_stream
 
 
 @pytest.mark.parametrize(
@@ -220,4 +221,4 @@ def test_plan_stream_is_its_own_switch(disabled: bool) -> None:
 )
 def test_a_switch_that_is_neither_on_nor_off_is_an_error(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=yes please is neither .* 0, false, 1, true"):
-        cfg.Overlap.resolve({name: "yes please"}, disabled=False)
+        cfg.Overlap.resolve(Environment({name: "yes please"}), disabled=False)

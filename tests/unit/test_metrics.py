@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from sglang_dflash.environment import Environment
 from sglang_dflash.metrics import AcceptanceAlarm, AcceptanceMeter, replicas_of, together
 
 
@@ -108,8 +109,9 @@ def test_alarm_names_the_cause_by_its_signature(steps: list[tuple[int, int]], ca
 
 def test_alarm_reads_its_switches_strictly() -> None:
     alarm = AcceptanceAlarm.from_environment(
-        {"SGLANG_DFLASH_ALARM": "2.5", "SGLANG_DFLASH_ALARM_WINDOW": "50"}, block_size=8
+        Environment({"SGLANG_DFLASH_ALARM": "2.5", "SGLANG_DFLASH_ALARM_WINDOW": "50"}),
+        block_size=8,
     )
     assert (alarm.threshold, alarm.window) == (2.5, 50)
     with pytest.raises(ValueError, match="SGLANG_DFLASH_ALARM=low is no number of at least 0"):
-        AcceptanceAlarm.from_environment({"SGLANG_DFLASH_ALARM": "low"}, block_size=8)
+        AcceptanceAlarm.from_environment(Environment({"SGLANG_DFLASH_ALARM": "low"}), block_size=8)

@@ -6,18 +6,14 @@ import multiprocessing
 import os
 from typing import Any
 
+from sglang_dflash.environment import Environment
 from sglang_dflash.glue import changes
 from sglang_dflash.glue.changes import Hook
 
 
-def is_cpu_mode() -> bool:
-    """Tell whether this process was started for a CPU."""
-    return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
-
-
 def install_if_cpu() -> None:
     """In CPU mode, give SGLang attention, products, experts and sampling; lift two checks."""
-    if not is_cpu_mode():
+    if not Environment().is_cpu_mode:
         return
     from sglang_dflash.glue.cpu import experts, products, sampling
     from sglang_dflash.glue.cpu.attention import CpuAttention

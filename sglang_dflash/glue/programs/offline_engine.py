@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from sglang_dflash.environment import Environment
 from sglang_dflash.glue import compat
 from sglang_dflash.train.answers import Ask, Question
 
@@ -43,7 +43,7 @@ def offline_engine(
 
 
 def _device_settings(rows: int, context_length: int) -> dict[str, Any]:
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    if Environment().is_cpu_mode:
         return {
             "device": "cpu",
             "dtype": "float32",

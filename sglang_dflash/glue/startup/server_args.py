@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
 from sglang_dflash import config as cfg
+from sglang_dflash.environment import DETERMINISTIC_PREFILL_ALIGN, Environment
 from sglang_dflash.glue import changes, compat
 from sglang_dflash.glue.startup.feature_capture import delivers_features, refuse_recurrent
 
 logger = logging.getLogger(__name__)
-
-SIMULATE = "SGLANG_SIMULATE_ACC_LEN"
-
-# backend: what sets the tokens by which SGLang cuts prompts in deterministic mode, and how many
-PROMPT_CUTS = {
-    "triton": ("SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE", 4096),
-    "flashinfer": ("SGLANG_FLASHINFER_PREFILL_SPLIT_TILE_SIZE", 4096),
-}
 
 # what SGLang reserves graph and sampling memory for when the user names no number
 DEFAULT_MAX_RUNNING_REQUESTS = 48
@@ -97,7 +89,7 @@ def _keep_drafter_unquantised(server_args: Any) -> None:
 
 
 def _overlap(server_args: Any) -> cfg.Overlap:
-    return cfg.Overlap.resolve(os.environ, disabled=server_args.disable_overlap_schedule)
+    return cfg.Overlap.resolve(Environment(), disabled=server_args.disable_overlap_schedule)
 
 
 def resolve_config(server_args: Any, *, target_config: Any) -> cfg.DFlashConfig:
@@ -109,19 +101,8 @@ def resolve_config(server_args: Any, *, target_config: Any) -> cfg.DFlashConfig:
         device=_device_type(server_args),
         draft_backend=server_args.speculative_draft_attention_backend,
         overlap=_overlap(server_args),
-        simulated_accept_length=simulated_accept_length(os.environ.get(SIMULATE)),
+        simulated_accept_length=Environment().simulated_accept_length,
     )
-
-
-def simulated_accept_length(value: str | None) -> float | None:
-    """Read SGLang's own switch for simulated acceptance, so that both DFLASH obey it."""
-    if value is None:
-        return None
-    try:
-        length = float(value)
-    except ValueError:
-        raise ValueError(f"{SIMULATE}={value} is no number. Set a length of 1 or more.") from None
-    return length if length > 0 else None
 
 
 def read_drafter(server_args: Any) -> cfg.DrafterSpec:
@@ -236,11 +217,13 @@ def _refuse_unsupported(server_args: Any) -> None:
 def _refuse_endless_wait(server_args: Any) -> None:
     """Refuse chunks so small that SGLang, in deterministic mode, never begins a longer prompt."""
     backend, chunk = server_args.attention_backend, server_args.chunked_prefill_size
-    if not server_args.enable_deterministic_inference or backend not in PROMPT_CUTS:
+    if not server_args.enable_deterministic_inference:
         return
-    variable, default = PROMPT_CUTS[backend]
-    cut = int(os.environ.get(variable, default))
+    if backend not in DETERMINISTIC_PREFILL_ALIGN:
+        return
+    cut = Environment().prefill_align(backend)
     if chunk is not None and 0 < chunk < cut:
+        variable, _ = DETERMINISTIC_PREFILL_ALIGN[backend]
         raise ValueError(
             f"With --enable-deterministic-inference and --attention-backend {backend} SGLang cuts "
             f"prompts by {cut} tokens, so a prompt of more than --chunked-prefill-size {chunk} "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from sglang_dflash import kernels
 from sglang_dflash.accept import Simulation
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.config import DFlashConfig
+from sglang_dflash.environment import Environment
 from sglang_dflash.glue import changes, compat, release
 from sglang_dflash.glue.after_step.exporter import Bookkeeping
 from sglang_dflash.glue.after_step.request_end import keep_books_in
@@ -65,7 +65,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         self.ops = kernels.choose(device_type)
         length = self.config.simulated_accept_length
         self.simulation = None if length is None else Simulation(length)
-        alarm = AcceptanceAlarm.from_environment(os.environ, self.config.block_size)
+        alarm = AcceptanceAlarm.from_environment(Environment(), self.config.block_size)
         self.book = Bookkeeping(self.config.block_size, device_type, alarm)
         keep_books_in(self.book)
         changes.enter(

@@ -1,0 +1,125 @@
+"""Every environment variable that the package reads, with its type.
+
+Each is checked when it is asked for, so that a process refuses only what it uses. Besides, only
+glue/cpu/path/ reads the environment, which Python runs before it can import us.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# ours
+SWITCH = "SGLANG_DFLASH"
+ALARM = "SGLANG_DFLASH_ALARM"
+ALARM_WINDOW = "SGLANG_DFLASH_ALARM_WINDOW"
+DEFAULT_ALARM = 1.5  # tokens per step; below it a block costs more than it brings
+DEFAULT_WINDOW = 1000  # verify steps of single requests
+
+# SGLang's own, which mean the same here
+CPU_MODE = "SGLANG_USE_CPU_ENGINE"
+SPEC_V2 = "SGLANG_ENABLE_SPEC_V2"
+DFLASH_SPEC_V2 = "SGLANG_ENABLE_DFLASH_SPEC_V2"
+PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
+SIMULATE = "SGLANG_SIMULATE_ACC_LEN"
+# attention backend -> variable and default of deterministic mode's prefill alignment
+DETERMINISTIC_PREFILL_ALIGN = {
+    "triton": ("SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE", 4096),
+    "flashinfer": ("SGLANG_FLASHINFER_PREFILL_SPLIT_TILE_SIZE", 4096),
+}
+
+SWITCH_VALUES = {"0": False, "false": False, "1": True, "true": True}
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The variables of this process, or of a mapping; ValueError says which one is wrong."""
+
+    values: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    @property
+    def plugin_is_on(self) -> bool:
+        """Whether DFLASH is ours; SGLang's own runs otherwise."""
+        value = self.values.get(SWITCH)
+        if value not in (None, "on", "off"):
+            raise ValueError(f"{SWITCH}={value} is neither on nor off. Set one of the two.")
+        return value != "off"
+
+    @property
+    def is_cpu_mode(self) -> bool:
+        """Whether SGLang was started for a CPU."""
+        return self.values.get(CPU_MODE) == "1"
+
+    @property
+    def spec_v2(self) -> bool:
+        """Whether speculation may overlap the host's work with the GPU's."""
+        return self._switch(SPEC_V2, default=True)
+
+    @property
+    def dflash_spec_v2(self) -> bool:
+        """The same, for DFLASH alone."""
+        return self._switch(DFLASH_SPEC_V2, default=True)
+
+    @property
+    def plan_stream(self) -> bool:
+        """Whether verify is planned on a side stream while the drafter runs."""
+        return self._switch(PLAN_STREAM, default=False)
+
+    @property
+    def simulated_accept_length(self) -> float | None:
+        """Mean tokens that a step is made to commit, for benchmarks; None commits what is right."""
+        value = self.values.get(SIMULATE)
+        if value is None:
+            return None
+        try:
+            length = float(value)
+        except ValueError:
+            raise ValueError(
+                f"{SIMULATE}={value} is no number. Set a length of 1 or more."
+            ) from None
+        return length if length > 0 else None
+
+    @property
+    def alarm_threshold(self) -> float:
+        """Accept length below which the log warns; 0 for never."""
+        return self._number(ALARM, DEFAULT_ALARM, least=0.0)
+
+    @property
+    def alarm_window(self) -> int:
+        """Verify steps of single requests by which acceptance is judged."""
+        return int(self._number(ALARM_WINDOW, DEFAULT_WINDOW, least=1.0))
+
+    def prefill_align(self, backend: str) -> int:
+        """Tokens by which SGLang cuts prompts in deterministic mode on this attention backend."""
+        name, default = DETERMINISTIC_PREFILL_ALIGN[backend]
+        value = self.values.get(name, str(default))
+        try:
+            return int(value)
+        except ValueError:
+            raise ValueError(f"{name}={value} is no whole number. Set one, or unset it.") from None
+
+    def _switch(self, name: str, *, default: bool) -> bool:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if value.strip().lower() not in SWITCH_VALUES:
+            raise ValueError(
+                f"{name}={value} is neither on nor off. Set one of {', '.join(SWITCH_VALUES)}, "
+                "or leave it unset."
+            )
+        return SWITCH_VALUES[value.strip().lower()]
+
+    def _number(self, name: str, default: float, *, least: float) -> float:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        try:
+            number = float(value)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise ValueError(
+                f"{name}={value} is no number of at least {least:g}. Set one, or unset it."
+            )
+        return number
