@@ -19,14 +19,18 @@ from typing import Any
 import torch
 
 from benchmarks import result_files
-from sglang_dflash.glue.after_step.exporter import STAGES, Bookkeeping, Export
+from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
+from sglang_dflash.glue.after_step.exporter import PrometheusExporter
+from sglang_dflash.glue.after_step.stage_clock import STAGES
 from sglang_dflash.metrics import AcceptanceAlarm
 
 BLOCK_SIZE = 16
 LABELS = {"model_name": "none", "engine_type": "unified", "tp_rank": "0"}
 
 
-def host_seconds_per_step(num_requests: int, steps: int, device_type: str, export: Export) -> float:
+def host_seconds_per_step(
+    num_requests: int, steps: int, device_type: str, export: PrometheusExporter
+) -> float:
     """Return the host's time for one step's bookkeeping; stages last no time here."""
     book = Bookkeeping(BLOCK_SIZE, device_type, AcceptanceAlarm(BLOCK_SIZE))
     book._export = export
@@ -80,7 +84,7 @@ def main() -> None:
     if options.step_ms and len(options.step_ms) != len(options.requests):
         parser.error(f"--step-ms has {len(options.step_ms)} values, --requests {options.requests}")
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    export = Export(LABELS, BLOCK_SIZE)
+    export = PrometheusExporter(LABELS, BLOCK_SIZE)
     marks_us = 1e6 * stream_seconds_per_step(100) if device_type == "cuda" else None
     rows = []
     for i, num_requests in enumerate(options.requests):

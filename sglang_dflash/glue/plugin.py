@@ -62,9 +62,9 @@ def hooks() -> dict[str, Hook]:
 
     What else we change is set on objects, when there are any: `changes.listed()` has it all.
     """
-    from sglang_dflash.glue.after_step import exporter, request_end
+    from sglang_dflash.glue.after_step import describe, request_end
     from sglang_dflash.glue.changes import Hook
-    from sglang_dflash.glue.sampling import row_sampler
+    from sglang_dflash.glue.sampling import refusals
     from sglang_dflash.glue.startup import early_exit, feature_capture, memory
 
     budget = Hook(memory.budget_draft_kv, "the KV budget counts the drafter's bytes")
@@ -77,7 +77,7 @@ def hooks() -> dict[str, Hook]:
         ),
         "handle_dflash": Hook(_handle_dflash, "our checks and defaults, not those of SGLang's"),
         "validate_request": Hook(
-            row_sampler.refuse_in_scheduler, "only what cannot be served exactly is refused"
+            refusals.refuse_in_scheduler, "only what cannot be served exactly is refused"
         ),
         "update_finish_state": Hook(
             request_end.finish_and_meter, "a request ends token by token, and its steps are counted"
@@ -89,10 +89,10 @@ def hooks() -> dict[str, Hook]:
         "default_pool_init": budget,
         "swa_pool_init": budget,
         "internal_state": Hook(
-            exporter.describe_server, "/server_info says what runs and how it does"
+            describe.describe_server, "/server_info says what runs and how it does"
         ),
         "run_event_loop": Hook(_run_event_loop, "our worker meets its scheduler"),
-        "spec_metrics": Hook(exporter.describe_request, "an answer says how its drafts did"),
+        "spec_metrics": Hook(describe.describe_request, "an answer says how its drafts did"),
     }
 
 

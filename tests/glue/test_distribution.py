@@ -22,7 +22,8 @@ from sglang_dflash.buffers import StepRandomness
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.models.heads import VerifyHead
 from sglang_dflash.glue.sampling.penalties import PenaltyTable
-from sglang_dflash.glue.sampling.row_sampler import RowSampler, plan_of
+from sglang_dflash.glue.sampling.plan import plan_of
+from sglang_dflash.glue.sampling.row_sampler import RowSampler
 from sglang_dflash.kernels import COUNT_MATCHES, TORCH, Noise, draws
 from sglang_dflash.policy import DraftPolicy
 from sglang_dflash.types import (

@@ -14,7 +14,7 @@ import torch
 
 from sglang_dflash.glue.sampling.grammar_mask import mask_rows
 from sglang_dflash.glue.sampling.penalties import PenaltyTable
-from sglang_dflash.glue.sampling.row_sampler import refuse_request
+from sglang_dflash.glue.sampling.refusals import refuse_request
 
 VOCAB, END = 40, 7
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.glue.after_step.exporter import STAGES, StageClock
+from sglang_dflash.glue.after_step.stage_clock import STAGES, StageClock
 
 STAGE_MS = {"draft": 2.0, "verify": 15.0, "commit": 0.5}
 

@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from sglang_dflash.glue import changes, compat
-from sglang_dflash.glue.after_step.exporter import Bookkeeping
+from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 
 REQ = changes.Fields(
     "Req",

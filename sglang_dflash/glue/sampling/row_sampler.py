@@ -1,10 +1,9 @@
-"""What a batch of SGLang's asks for: as a plan for our kernels, or from SGLang's own sampler.
+"""SGLang's own sampler, for whatever our kernels do not sample.
 
-Stage 3 samples by a plan where our kernels can. For whatever else is asked, SGLang's sampler draws
-each row of a block with the filters, the order and, where one is given, the seed that plain
-decoding would use at that position, after what comes before sampling there: penalties, grammar,
-logit bias, custom processors, in plain decoding's order. Keeping the drafts that match those draws
-keeps the distribution exact (and the tokens, with a seed).
+It draws each row of a block with the filters, the order and, where one is given, the seed that
+plain decoding would use at that position, after what comes before sampling there: penalties,
+grammar, logit bias, custom processors, in plain decoding's order. Keeping the drafts that match
+those draws keeps the distribution exact (and the tokens, with a seed).
 """
 
 from __future__ import annotations
@@ -13,18 +12,15 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sglang_dflash.glue import changes, compat
 from sglang_dflash.glue.models.heads import VerifyHead
 from sglang_dflash.glue.sampling import grammar_mask
-from sglang_dflash.glue.sampling.penalties import PenaltyTable, is_penalised
-from sglang_dflash.kernels import MAX_TOP_K
-from sglang_dflash.types import DraftBlock, DraftContext, SamplingPlan
+from sglang_dflash.glue.sampling.penalties import PenaltyTable
+from sglang_dflash.glue.sampling.plan import is_adjusted
+from sglang_dflash.types import DraftBlock, DraftContext
 
-# what SGLang takes for no top_k; top_k 1 is how it spells greedy
-TOP_K_ALL = 1 << 30
 PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
 
 OUTPUT = changes.Fields(
@@ -38,46 +34,8 @@ REQ = changes.Fields(
     "Req",
     {
         "output_ids": "a custom processor sees the drafts before its row; taken back after it",
-        "input_embeds": "a refused request runs one more step, without what it was refused for",
     },
 )
-PARAMS = changes.Fields(
-    "SamplingParams",
-    {"min_p": "a refused request runs one more step, without what it was refused for"},
-)
-
-
-def plan_of(batch: Any) -> SamplingPlan | None:
-    """Return what our kernels are to sample for a batch; None if it is greedy, or asks for anything
-    that only SGLang's sampler does."""
-    if not _is_sampled_by_kernels(batch):
-        return None
-    info = batch.sampling_info
-    top_ks = [req.sampling_params.top_k for req in batch.reqs]
-    return SamplingPlan(
-        temperatures=info.temperatures.flatten(),
-        top_ks=info.top_ks,
-        top_ps=info.top_ps,
-        any_top_k=any(1 < top_k <= MAX_TOP_K for top_k in top_ks),
-        any_unfiltered=any(top_k > MAX_TOP_K for top_k in top_ks),
-    )
-
-
-def _is_sampled_by_kernels(batch: Any) -> bool:
-    """Tell whether every request samples from all tokens or from few, by top_k and top_p, and
-    without a seed."""
-    info = batch.sampling_info
-    return not (
-        info.is_all_greedy
-        or is_adjusted(batch)
-        or info.sampling_seed is not None
-        or info.need_min_p_sampling
-        or any(info.return_sampling_masks or ())
-    ) and all(_is_top_k_or_unfiltered(req.sampling_params) for req in batch.reqs)
-
-
-def _is_top_k_or_unfiltered(params: Any) -> bool:
-    return params.top_k <= MAX_TOP_K or (params.top_k >= TOP_K_ALL and params.top_p == 1.0)
 
 
 class RowSampler:
@@ -134,18 +92,6 @@ class RowSampler:
         return choices.view(shape).long()
 
 
-def is_adjusted(batch: Any) -> bool:
-    """Tell whether a batch asks for more than a choice from each row's logits as they are."""
-    info = batch.sampling_info
-    return (
-        info.logit_bias is not None
-        or batch.return_logprob
-        or batch.has_grammar
-        or info.has_custom_logit_processor
-        or any(is_penalised(req) for req in batch.reqs)
-    )
-
-
 def _repeat_rows(sampling_info: Any, times: int) -> Any:
     rows = copy.copy(sampling_info)
     for name in PER_REQUEST:
@@ -195,55 +141,3 @@ def _run_custom_processors(
         if shown:
             for req in reqs:
                 del REQ.edit(req, "output_ids")[-shown:]
-
-
-def refuse_request(req: Any, server_args: Any, *, enable_overlap: bool) -> str | None:
-    """Return why a request cannot be served exactly, None if it can."""
-    params = req.sampling_params
-    constrained = any((params.json_schema, params.regex, params.ebnf, params.structural_tag))
-    backend = server_args.grammar_backend
-    if req.return_hidden_states:
-        return _refusal("return_hidden_states", "those of a block feed the drafter and are dropped")
-    if req.custom_logit_processor is not None and enable_overlap:
-        return _refusal(
-            "custom_logit_processor",
-            "with overlap scheduling a processor sees an answer that lags behind",
-            "start the server with --disable-overlap-schedule",
-        )
-    if constrained and backend not in grammar_mask.BACKENDS:
-        return _refusal(
-            "structured output",
-            f"--grammar-backend {backend} cannot step back from a draft that was wrong",
-            f"start the server with --grammar-backend {' or '.join(grammar_mask.BACKENDS)}",
-        )
-    if req.input_embeds is not None:
-        dtype = server_args.get_model_config().dtype
-        if dtype != torch.bfloat16:
-            return _refusal(
-                "input_embeds",
-                f"SGLang turns them to bfloat16, which a target in {dtype} cannot read",
-                "or start the server with --dtype bfloat16",
-            )
-    if params.min_p > 0 and server_args.enable_deterministic_inference:
-        return _refusal("min_p", "SGLang's seeded sampler has no min_p")
-    return None
-
-
-def _refusal(what: str, why: str, instead: str | None = None) -> str:
-    advice = ["Drop the parameter", "send the request to a server without DFLASH"]
-    if instead is not None:
-        advice.append(instead)
-    return f"DFLASH cannot serve {what} exactly: {why}. {', '.join(advice[:-1])}, or {advice[-1]}."
-
-
-def refuse_in_scheduler(original: Any, req: Any, enable_overlap: bool) -> str | None:
-    """Stand in for SGLang's check of a request; other block drafters keep theirs."""
-    server_args = compat.get_server_args()
-    if server_args.speculative_algorithm != "DFLASH":
-        return original(req, enable_overlap)
-    reason = refuse_request(req, server_args, enable_overlap=enable_overlap)
-    if reason is not None:
-        # SGLang runs an aborted request through one more step, which must not fail on the parameter
-        PARAMS.write(req.sampling_params, min_p=0.0)
-        REQ.write(req, input_embeds=None)
-    return reason

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from sglang_dflash.glue import changes, compat
-from sglang_dflash.glue.sampling.row_sampler import plan_of
+from sglang_dflash.glue.sampling.plan import plan_of
 from sglang_dflash.glue.step.graph_outputs import VerifyOutputs
 from sglang_dflash.glue.step.runtime import DFlashRuntime
 from sglang_dflash.kernels import Noise

@@ -8,7 +8,7 @@ import torch
 
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import compat
-from sglang_dflash.glue.after_step.exporter import Bookkeeping
+from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 from sglang_dflash.glue.models.heads import BlockHead, DraftHead, VerifyHead
 from sglang_dflash.glue.sampling.penalties import PenaltyTable
 from sglang_dflash.glue.sampling.row_sampler import RowSampler

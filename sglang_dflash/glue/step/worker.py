@@ -17,7 +17,7 @@ from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.environment import Environment
 from sglang_dflash.glue import changes, compat, release
-from sglang_dflash.glue.after_step.exporter import Bookkeeping
+from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 from sglang_dflash.glue.after_step.request_end import keep_books_in
 from sglang_dflash.glue.models.draft_model import DFlashDraftModel
 from sglang_dflash.glue.models.gemma4_layers import install_fused_layers

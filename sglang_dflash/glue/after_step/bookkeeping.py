@@ -1,0 +1,60 @@
+"""Everything that is counted about one worker, and who is told: Prometheus and the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from sglang_dflash.glue.after_step.exporter import PrometheusExporter
+from sglang_dflash.glue.after_step.stage_clock import StageClock
+from sglang_dflash.metrics import AcceptanceAlarm, AcceptanceMeter
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 1.0
+
+
+class Bookkeeping:
+    """Everything that is counted about one worker, and who is told."""
+
+    def __init__(self, block_size: int, device_type: str, alarm: AcceptanceAlarm) -> None:
+        self.meter = AcceptanceMeter(block_size)
+        self.clock = StageClock(device_type)
+        self.alarm = alarm
+        self._export: PrometheusExporter | None = None
+        self._speaks = True
+        self._flushed = time.monotonic()
+        self._log_interval = 0
+        self._logged = self.meter.copy()
+        self._batch_steps = 0
+
+    def publish(self, scheduler: Any) -> None:
+        """Learn from the running scheduler whether and where to publish. All ranks of a replica
+        count the same, so SGLang's choice among them speaks for it."""
+        reporter, collector = scheduler.metrics_reporter, scheduler.metrics_collector
+        self._speaks = reporter.is_stats_logging_rank
+        self._log_interval = scheduler.server_args.decode_log_interval
+        if reporter.current_scheduler_metrics_enabled and collector is not None:
+            self._export = PrometheusExporter(dict(collector.labels), self.meter.block_size)
+
+    def record(self, num_correct: int, committed: int, *, context: int, ended: bool) -> None:
+        """Count one step of one request."""
+        self.meter.record(num_correct, committed)
+        warning = self.alarm.record(num_correct, committed, context)
+        if warning is not None and self._speaks:
+            logger.warning(warning)
+        now = time.monotonic()
+        if self._export is not None and (ended or now - self._flushed > FLUSH_S):
+            self._flushed = now
+            self._export.flush(self.meter, self.clock, self.alarm)
+
+    def batch_step(self) -> None:
+        """Count one step of the batch; say how it goes once per decode log interval."""
+        self._batch_steps += 1
+        if not (self._speaks and self._log_interval) or self._batch_steps % self._log_interval:
+            return
+        window = self.meter.since(self._logged)
+        self._logged = self.meter.copy()
+        if window.verify_steps:
+            logger.info("DFLASH: %s", window.line())

@@ -1,0 +1,50 @@
+"""What /server_info says of a DFLASH server, and an answer of its own drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_dflash.glue import changes
+
+META_INFO = changes.Fields("meta_info", {"dflash": "an answer says how its drafts did"})
+STATE = changes.Fields(
+    "GetInternalStateReqOutput", {"internal_state": "/server_info says what runs and how it does"}
+)
+
+
+def describe_server(original: Any, scheduler: Any, recv_req: Any) -> Any:
+    """Add what runs, how it does and what is changed in SGLang to /server_info."""
+    state = original(scheduler, recv_req)
+    if scheduler.spec_algorithm.is_dflash():
+        worker = scheduler.draft_worker
+        answer = STATE.edit(state, "internal_state")
+        answer["sglang_dflash"] = {
+            **worker.describe(),
+            "dp_rank": scheduler.ps.dp_rank or 0,
+            "acceptance": worker.book.meter.snapshot(),
+            "alarms": worker.book.alarm.raised,
+            "free_kv_slots": scheduler.token_to_kv_pool_allocator.available_size(),
+            "changes": changes.listed(),
+        }
+    return state
+
+
+def describe_request(
+    original: Any, manager: Any, meta_info: dict[str, Any], recv_obj: Any, i: int
+) -> None:
+    """Add a request's acceptance to its meta_info, beside SGLang's own `spec_` values.
+
+    The first token comes from the prompt and is no step's, so it is left out of the length.
+    """
+    original(manager, meta_info, recv_obj, i)
+    steps = meta_info.get("spec_verify_ct", 0)
+    if not steps or manager.server_args.speculative_algorithm != "DFLASH":
+        return
+    request = {
+        "accept_length": (recv_obj.completion_tokens[i] - 1) / steps,
+        "verify_steps": steps,
+        "drafted_tokens": meta_info["spec_num_proposed_drafts"],
+        "accepted_tokens": meta_info["spec_num_correct_drafts"],
+        "accepted_histogram": list(meta_info.get("spec_correct_drafts_histogram", ())),
+    }
+    META_INFO.put(meta_info, dflash=request)

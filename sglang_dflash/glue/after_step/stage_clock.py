@@ -1,0 +1,40 @@
+"""How long the stages of a step take on the device."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+STAGES = ("draft", "verify", "commit")
+
+
+class StageClock:
+    """Time of each stage without waiting for it: marks are read once the GPU has passed them."""
+
+    def __init__(self, device_type: str) -> None:
+        self._cuda = device_type == "cuda"
+        self._open: list[list[Any]] = []
+        self._current: list[Any] = []
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self.steps = 0
+
+    def mark(self) -> None:
+        """Note that a stage begins or ends here: four marks make a step."""
+        moment: Any = time.perf_counter()
+        if self._cuda:
+            moment = torch.cuda.Event(enable_timing=True)
+            moment.record()
+        self._current.append(moment)
+        if len(self._current) == len(STAGES) + 1:
+            self._open.append(self._current)
+            self._current = []
+            self._settle()
+
+    def _settle(self) -> None:
+        while self._open and (not self._cuda or self._open[0][-1].query()):
+            marks = self._open.pop(0)
+            for stage, begin, end in zip(STAGES, marks[:-1], marks[1:], strict=True):
+                self.seconds[stage] += begin.elapsed_time(end) / 1000 if self._cuda else end - begin
+            self.steps += 1

@@ -1,0 +1,71 @@
+"""Requests that cannot be served exactly are refused, each with its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_dflash.glue import changes, compat
+from sglang_dflash.glue.sampling import grammar_mask
+
+REQ = changes.Fields(
+    "Req",
+    {"input_embeds": "a refused request runs one more step, without what it was refused for"},
+)
+PARAMS = changes.Fields(
+    "SamplingParams",
+    {"min_p": "a refused request runs one more step, without what it was refused for"},
+)
+
+
+def refuse_request(req: Any, server_args: Any, *, enable_overlap: bool) -> str | None:
+    """Return why a request cannot be served exactly, None if it can."""
+    params = req.sampling_params
+    constrained = any((params.json_schema, params.regex, params.ebnf, params.structural_tag))
+    backend = server_args.grammar_backend
+    if req.return_hidden_states:
+        return _refusal("return_hidden_states", "those of a block feed the drafter and are dropped")
+    if req.custom_logit_processor is not None and enable_overlap:
+        return _refusal(
+            "custom_logit_processor",
+            "with overlap scheduling a processor sees an answer that lags behind",
+            "start the server with --disable-overlap-schedule",
+        )
+    if constrained and backend not in grammar_mask.BACKENDS:
+        return _refusal(
+            "structured output",
+            f"--grammar-backend {backend} cannot step back from a draft that was wrong",
+            f"start the server with --grammar-backend {' or '.join(grammar_mask.BACKENDS)}",
+        )
+    if req.input_embeds is not None:
+        dtype = server_args.get_model_config().dtype
+        if dtype != torch.bfloat16:
+            return _refusal(
+                "input_embeds",
+                f"SGLang turns them to bfloat16, which a target in {dtype} cannot read",
+                "or start the server with --dtype bfloat16",
+            )
+    if params.min_p > 0 and server_args.enable_deterministic_inference:
+        return _refusal("min_p", "SGLang's seeded sampler has no min_p")
+    return None
+
+
+def _refusal(what: str, why: str, instead: str | None = None) -> str:
+    advice = ["Drop the parameter", "send the request to a server without DFLASH"]
+    if instead is not None:
+        advice.append(instead)
+    return f"DFLASH cannot serve {what} exactly: {why}. {', '.join(advice[:-1])}, or {advice[-1]}."
+
+
+def refuse_in_scheduler(original: Any, req: Any, enable_overlap: bool) -> str | None:
+    """Stand in for SGLang's check of a request; other block drafters keep theirs."""
+    server_args = compat.get_server_args()
+    if server_args.speculative_algorithm != "DFLASH":
+        return original(req, enable_overlap)
+    reason = refuse_request(req, server_args, enable_overlap=enable_overlap)
+    if reason is not None:
+        # SGLang runs an aborted request through one more step, which must not fail on the parameter
+        PARAMS.write(req.sampling_params, min_p=0.0)
+        REQ.write(req, input_embeds=None)
+    return reason
