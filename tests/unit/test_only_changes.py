@@ -30,7 +30,7 @@ OURS = {
     "compat.py": {"globals()": "this module's own names"},
     "models/gemma4_layers.py": {"following": "the FusedLayer after this one"},
     "sampling/penalties.py": {
-        "sums": "our Sums, which have a method of that name",
+        "sums": "our PenaltyState, which has a method of that name",
         "logits": "a tensor of one step",
     },
     "programs/server.py": {"sys": "Python's own arguments"},

@@ -1,4 +1,4 @@
-"""When a request ends: token by token, as in plain decoding; and what a step has given it.
+"""The end of a request, token by token as in plain decoding, and the metering of its steps.
 
 SGLang looks at a whole block at once and tests `max_tokens` first. A block that holds the end of
 the text and also reaches `max_tokens` then ends by length, with tokens after the end in the answer.
@@ -25,21 +25,21 @@ REQ = changes.Fields(
     },
 )
 
-_books: list[Bookkeeping] = []
+_meters: list[Bookkeeping] = []
 # verify steps and correct drafts of each request that were metered
 _metered: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
 
-def keep_books_in(book: Bookkeeping) -> None:
+def count_steps_in(book: Bookkeeping) -> None:
     """Count every verify step of this process in `book`."""
-    _books[:] = [book]
+    _meters[:] = [book]
 
 
 def finish_and_meter(original: Any, req: Any, new_accepted_len: int = 1) -> None:
     """Stand in for SGLang's update of a request after a step."""
     before = len(req.output_ids) - new_accepted_len
     finish_token_by_token(original, req, new_accepted_len)
-    # SGLang has counted the step on the request already; the prompt's token is not one
+    # spec_verify_ct counts this step already; the token of a prefill has no verify step
     steps, correct_before = _metered.get(req, (0, 0))
     num_correct = req.spec_num_correct_drafts - correct_before
     if req.spec_verify_ct > steps:
@@ -47,7 +47,7 @@ def finish_and_meter(original: Any, req: Any, new_accepted_len: int = 1) -> None
         if req.finished() and req.finished_len is not None:
             committed = max(1, min(committed, req.finished_len - before))
         _uncount_after_stop(req, num_correct, min(num_correct, committed))
-        for book in _books:
+        for book in _meters:
             context = len(req.origin_input_ids) + len(req.output_ids)
             book.record(num_correct, committed, context=context, ended=req.finished())
     _metered[req] = (req.spec_verify_ct, req.spec_num_correct_drafts)

@@ -25,7 +25,7 @@ def install_if_cpu() -> None:
     experts.install()
     products.install()
     sampling.install()
-    _let_tensors_meet_streams()
+    _stub_record_stream()
     changes.attach(
         {
             "model_specific_adjustments": Hook(
@@ -40,8 +40,8 @@ def install_if_cpu() -> None:
     )
 
 
-def _let_tensors_meet_streams() -> None:
-    """torch has streams for a CPU, which do nothing, but its tensors refuse to be seen by one."""
+def _stub_record_stream() -> None:
+    """Make `record_stream` a no-op, as torch's streams for a CPU are; its tensors refuse it."""
     import torch
 
     changes.replace(

@@ -140,7 +140,7 @@ class BlockHead:
 
 
 class VerifyHead:
-    """The logits of a verify pass, left in the type the head wrote until someone needs more.
+    """The logits of a verify pass, left in the head's dtype until a sampler needs fp32.
 
     Plain decoding turns them to fp32 and caps them before it looks for the highest. For greedy
     rows both happen on the fly, without half a gigabyte of fp32 at 32 requests; for sampled rows
@@ -151,7 +151,7 @@ class VerifyHead:
         self._ops = ops
         self.cap = 0.0
         processors = [m for m in target_model.modules() if isinstance(m, compat.LogitsProcessor)]
-        # SGLang's own path where there is nothing to gain, or more to do than a cap
+        # SGLang's own logits on a CPU, and for models that scale or DP-gather them
         if device_type == "cpu" or len(processors) != 1:
             return
         processor = processors[0]

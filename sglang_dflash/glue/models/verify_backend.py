@@ -1,8 +1,8 @@
 """Our verify attention in the target's Triton backend, and where a drafter's backend plans.
 
-Three methods of the backend are replaced on the instance, for verify blocks only: what lays out the
+Three methods of the backend are replaced on the instance, for verify blocks only: the layout of
 prefixes before a graph runs (SGLang's reads a length on the host, which stalls every step of a
-model with sliding windows), what runs a layer, and what sizes the buffers of the graphs.
+model with sliding windows), a layer's attention, and the size of the graphs' buffers.
 """
 
 from __future__ import annotations

@@ -27,21 +27,21 @@ def is_penalised(req: Any) -> bool:
 
 
 @dataclass
-class Sums:
-    """What the tokens of p requests add up to, frequency and presence apart, each summed in the
-    order in which plain decoding sums it."""
+class PenaltyState:
+    """The penalties that the tokens of p requests add up to, frequency and presence apart, each
+    summed in plain decoding's order."""
 
     frequency: Tensor  # [p, V], subtracted
     presence: Tensor  # [p, V], subtracted
     repetition: Tensor  # [p, V], divides positive logits and multiplies negative ones
 
     @classmethod
-    def zero(cls, requests: int, vocab_size: int, device: Any) -> Sums:
+    def zero(cls, requests: int, vocab_size: int, device: Any) -> PenaltyState:
         none = torch.zeros(2, requests, vocab_size, device=device)
         return cls(none[0], none[1], torch.ones(requests, vocab_size, device=device))
 
     @classmethod
-    def stack(cls, parts: Sequence[Sums]) -> Sums:
+    def stack(cls, parts: Sequence[PenaltyState]) -> PenaltyState:
         """Join the sums of single requests, as a copy."""
         return cls(
             torch.cat([part.frequency for part in parts]),
@@ -49,29 +49,29 @@ class Sums:
             torch.cat([part.repetition for part in parts]),
         )
 
-    def split(self) -> list[Sums]:
+    def split(self) -> list[PenaltyState]:
         rows = zip(
             self.frequency.split(1), self.presence.split(1), self.repetition.split(1), strict=True
         )
-        return [Sums(*row) for row in rows]
+        return [PenaltyState(*row) for row in rows]
 
-    def add(self, tokens: Tensor, rates: Rates, counts: Tensor | None = None) -> None:
-        """Take in one token of each request; `counts` [p] is False where there is none."""
+    def add(self, tokens: Tensor, rates: PenaltyParams, is_committed: Tensor | None = None) -> None:
+        """Take in one token of each request; `is_committed` [p] is False where there is none."""
         at = tokens[:, None]
-        if counts is None:
+        if is_committed is None:
             self.frequency.scatter_add_(1, at, rates.frequency)
             self.presence.scatter_(1, at, rates.presence)
             self.repetition.scatter_(1, at, rates.repetition)
             return
-        counts = counts[:, None]
-        self.frequency.scatter_add_(1, at, torch.where(counts, rates.frequency, 0.0))
+        is_committed = is_committed[:, None]
+        self.frequency.scatter_add_(1, at, torch.where(is_committed, rates.frequency, 0.0))
         for sums, rate in ((self.presence, rates.presence), (self.repetition, rates.repetition)):
-            sums.scatter_(1, at, torch.where(counts, rate, sums.gather(1, at)))
+            sums.scatter_(1, at, torch.where(is_committed, rate, sums.gather(1, at)))
 
 
 @dataclass
-class Rates:
-    """What the requests asked for, [p, 1] each."""
+class PenaltyParams:
+    """The requests' sampling parameters, [p, 1] each."""
 
     frequency: Tensor
     presence: Tensor
@@ -80,7 +80,7 @@ class Rates:
     prompt_lens: Tensor  # int64
 
     @classmethod
-    def of(cls, reqs: Sequence[Any], device: Any) -> Rates:
+    def of(cls, reqs: Sequence[Any], device: Any) -> PenaltyParams:
         params = [req.sampling_params for req in reqs]
 
         def column(values: Iterable[float], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -101,7 +101,7 @@ class PenaltyTable:
     def __init__(self, vocab_size: int, device: Any) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._sums: dict[int, Sums] = {}
+        self._sums: dict[int, PenaltyState] = {}
 
     def start(self, reqs: Sequence[Any], first_tokens: Tensor) -> None:
         """Begin after a prompt; a request that was retracted brings its earlier answer along."""
@@ -110,8 +110,8 @@ class PenaltyTable:
             self._sums.pop(req.req_pool_idx, None)
             if not is_penalised(req):
                 continue
-            sums = Sums.zero(1, self._vocab_size, self._device)
-            rates = Rates.of([req], self._device)
+            sums = PenaltyState.zero(1, self._vocab_size, self._device)
+            rates = PenaltyParams.of([req], self._device)
             for token in req.output_ids:
                 sums.add(torch.tensor([token], device=self._device), rates)
             sums.add(first_tokens[i : i + 1].long(), rates)
@@ -146,7 +146,7 @@ class PenaltyTable:
         if not chosen:
             return
         for column in range(token_ids.shape[1]):
-            sums.add(token_ids[at, column], rates, counts=column < commit_lens[at])
+            sums.add(token_ids[at, column], rates, is_committed=column < commit_lens[at])
         for req, part in zip(chosen, sums.split(), strict=True):
             self._sums[req.req_pool_idx] = part
 
@@ -157,8 +157,8 @@ class PenaltyTable:
             return [], None, None, None
         chosen = [reqs[i] for i in which]
         at = torch.tensor(which).to(self._device, non_blocking=True)
-        sums = Sums.stack([self._sums[req.req_pool_idx] for req in chosen])
-        return chosen, at, sums, Rates.of(chosen, self._device)
+        sums = PenaltyState.stack([self._sums[req.req_pool_idx] for req in chosen])
+        return chosen, at, sums, PenaltyParams.of(chosen, self._device)
 
 
 def _stop_penalties(reqs: Sequence[Any], vocab_size: int, device: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What `--speculative-algorithm DFLASH` means for SGLang's arguments: filled in, or refused."""
+"""The arguments of a DFLASH server: defaults filled in, unsupported ones refused."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def handle_dflash(server_args: Any) -> None:
             "DFLASH: --max-running-requests is %d unless you set it.", DEFAULT_MAX_RUNNING_REQUESTS
         )
     if server_args.min_free_slots_delay is None:
-        # SGLang leaves up to three slots empty for DFLASH, whose admission it finds dear. Ours is
-        # a few launches more than a prefill without it, so nobody waits beside an empty slot
+        # SGLang waits for up to 4 free slots because its DFLASH prefill is expensive. Ours is a few
+        # launches more than a plain one
         ARGS.write(server_args, min_free_slots_delay=1)
     overlap = _overlap(server_args)
     ARGS.write(server_args, disable_overlap_schedule=not overlap.schedule)

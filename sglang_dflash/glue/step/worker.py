@@ -18,7 +18,7 @@ from sglang_dflash.config import DFlashConfig
 from sglang_dflash.environment import Environment
 from sglang_dflash.glue import changes, compat, release
 from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
-from sglang_dflash.glue.after_step.request_end import keep_books_in
+from sglang_dflash.glue.after_step.request_end import count_steps_in
 from sglang_dflash.glue.models.draft_model import DFlashDraftModel
 from sglang_dflash.glue.models.gemma4_layers import install_fused_layers
 from sglang_dflash.glue.models.verify_backend import install_verify_attention, plan_in_graph
@@ -67,7 +67,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         self.simulation = None if length is None else Simulation(length)
         alarm = AcceptanceAlarm.from_environment(Environment(), self.config.block_size)
         self.book = Bookkeeping(self.config.block_size, device_type, alarm)
-        keep_books_in(self.book)
+        count_steps_in(self.book)
         changes.enter(
             compat.ModelRegistry,
             "models",
