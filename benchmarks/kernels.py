@@ -29,8 +29,10 @@ from torch import Tensor
 
 from benchmarks import op_timing, result_files
 from benchmarks.gpu import Gpu, measure_gpu, replay_us
-from sglang_dflash.kernels import reference, triton_ops
-from sglang_dflash.kernels.verify_attention import TILES, LayerShape, Tile, VerifyAttention
+from sglang_dflash.kernels import triton_ops
+from sglang_dflash.kernels.attention import reference
+from sglang_dflash.kernels.attention.tiles import TILES, LayerShape, Tile
+from sglang_dflash.kernels.attention.verify import VerifyAttention
 
 DTYPE = torch.bfloat16
 # relative, over the whole output: weights and outputs are rounded to bf16

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from benchmarks.op_inputs import Inputs, Sizes
 from benchmarks.sglang_ops import SGLang
 from sglang_dflash.kernels import TORCH, Noise, Ops
-from sglang_dflash.kernels.prefix_index import index_prefixes
+from sglang_dflash.kernels.attention.prefix_index import index_prefixes
 
 Call = Callable[[int], object]  # takes which weight's turn it is
 

@@ -3,7 +3,8 @@
 Where the target's own token after each row is known, greedy or sampled, the drafts that match it
 are kept. Committing the leading matches and the first choice that differs gives exactly the tokens
 that the target would have produced one at a time. Where drafts were sampled from a known
-distribution, block verification keeps more of them, and as exactly (`kernels/draws.py`).
+distribution, block verification keeps more of them, and as exactly
+(`kernels/sampling/reference.py`).
 """
 
 from __future__ import annotations

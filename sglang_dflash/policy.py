@@ -2,9 +2,9 @@
 
 Where the target is uncertain, sampled drafts are kept more often: block verification keeps or drops
 them so that what is committed is distributed as the target alone would sample it
-(`kernels/draws.py`). Where only the drafter is uncertain, its argmax tokens match more often. So
-each request verifies the kind that would have been kept more often so far. A new request begins
-with what holds for others of its temperature.
+(`kernels/sampling/reference.py`). Where only the drafter is uncertain, its argmax tokens match more
+often. So each request verifies the kind that would have been kept more often so far. A new request
+begins with what holds for others of its temperature.
 """
 
 from __future__ import annotations

@@ -8,14 +8,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sglang_dflash.kernels import draws, reference
-from sglang_dflash.kernels.draws import Noise
-from sglang_dflash.kernels.reference import COUNT_MATCHES
+from sglang_dflash.kernels.accept import reference as accept
+from sglang_dflash.kernels.accept.reference import COUNT_MATCHES
+from sglang_dflash.kernels.block import reference as block
+from sglang_dflash.kernels.context import reference as context
+from sglang_dflash.kernels.gemma_layer import reference as gemma_layer
+from sglang_dflash.kernels.logits.reference import Noise
+from sglang_dflash.kernels.sampling import reference as sampling
+from sglang_dflash.kernels.sampling.reference import MAX_TOP_K
 
 __all__ = ["COUNT_MATCHES", "MAX_TOP_K", "TORCH", "Noise", "Ops", "choose", "triton_ops"]
-
-# the most that `sample_rows` takes
-MAX_TOP_K = 128
 
 
 class BuildBlock(Protocol):
@@ -158,17 +160,17 @@ class Ops:
 
 TORCH = Ops(
     name="torch",
-    build_block=reference.build_block,
-    accept_block=reference.accept_block,
-    context_hidden=reference.context_hidden,
-    write_context=reference.write_context,
-    argmax_rows=draws.argmax_rows,
-    argmax_and_sample=draws.argmax_and_sample,
-    sample_rows=draws.sample_rows,
-    reject_by_block=draws.reject_by_block,
-    norm_and_turn=reference.norm_and_turn,
-    norm_add_norm=reference.norm_add_norm,
-    thin_linear=reference.thin_linear,
+    build_block=block.build_block,
+    accept_block=accept.accept_block,
+    context_hidden=context.context_hidden,
+    write_context=context.write_context,
+    argmax_rows=sampling.argmax_rows,
+    argmax_and_sample=sampling.argmax_and_sample,
+    sample_rows=sampling.sample_rows,
+    reject_by_block=sampling.reject_by_block,
+    norm_and_turn=gemma_layer.norm_and_turn,
+    norm_add_norm=gemma_layer.norm_add_norm,
+    thin_linear=gemma_layer.thin_linear,
 )
 
 
@@ -183,29 +185,27 @@ def choose(device_type: str) -> Ops:
 
 def triton_ops() -> Ops:
     """Return the Triton kernels, each in the place of its twin."""
-    from sglang_dflash.kernels import (
-        accept,
-        argmax,
-        block,
-        context,
-        qkv_norm,
-        rejection,
-        residual_norm,
-        sample,
-        thin_linear,
-    )
+    from sglang_dflash.kernels.accept.triton import accept_block
+    from sglang_dflash.kernels.block.triton import build_block
+    from sglang_dflash.kernels.context.triton import context_hidden, write_context
+    from sglang_dflash.kernels.gemma_layer.qkv_norm import norm_and_turn
+    from sglang_dflash.kernels.gemma_layer.residual_norm import norm_add_norm
+    from sglang_dflash.kernels.gemma_layer.thin_linear import thin_linear
+    from sglang_dflash.kernels.sampling.argmax import argmax_and_sample, argmax_rows
+    from sglang_dflash.kernels.sampling.rejection import reject_by_block
+    from sglang_dflash.kernels.sampling.top_k import sample_rows
 
     return Ops(
         name="triton",
-        build_block=block.build_block,
-        accept_block=accept.accept_block,
-        context_hidden=context.context_hidden,
-        write_context=context.write_context,
-        argmax_rows=argmax.argmax_rows,
-        argmax_and_sample=argmax.argmax_and_sample,
-        sample_rows=sample.sample_rows,
-        reject_by_block=rejection.reject_by_block,
-        norm_and_turn=qkv_norm.norm_and_turn,
-        norm_add_norm=residual_norm.norm_add_norm,
-        thin_linear=thin_linear.thin_linear,
+        build_block=build_block,
+        accept_block=accept_block,
+        context_hidden=context_hidden,
+        write_context=write_context,
+        argmax_rows=argmax_rows,
+        argmax_and_sample=argmax_and_sample,
+        sample_rows=sample_rows,
+        reject_by_block=reject_by_block,
+        norm_and_turn=norm_and_turn,
+        norm_add_norm=norm_add_norm,
+        thin_linear=thin_linear,
     )

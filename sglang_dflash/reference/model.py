@@ -52,8 +52,7 @@ class DrafterConfig:
                 f"layer_types names {len(self.layer_types)} layers but num_hidden_layers is "
                 f"{self.num_hidden_layers}. Give one type for each layer."
             )
-        unknown = sorted(set(self.layer_types) - {FULL, SLIDING})
-        if unknown:
+        if unknown := sorted(set(self.layer_types) - {FULL, SLIDING}):
             raise ValueError(f"layer_types holds {unknown}. Use only {FULL!r} and {SLIDING!r}.")
         if SLIDING in self.layer_types and not self.sliding_window:
             raise ValueError(

@@ -24,7 +24,8 @@ from sglang_dflash.glue.models.heads import VerifyHead
 from sglang_dflash.glue.sampling.penalties import PenaltyTable
 from sglang_dflash.glue.sampling.plan import plan_of
 from sglang_dflash.glue.sampling.row_sampler import RowSampler
-from sglang_dflash.kernels import COUNT_MATCHES, TORCH, Noise, draws
+from sglang_dflash.kernels import COUNT_MATCHES, TORCH, Noise
+from sglang_dflash.kernels.sampling import reference as sampling_reference
 from sglang_dflash.policy import DraftPolicy
 from sglang_dflash.types import (
     DraftBlock,
@@ -317,7 +318,7 @@ def test_the_check_sees_noise_that_two_rows_share() -> None:
 def test_the_check_sees_drafts_that_are_kept_by_their_own_noise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(draws, "SALT", 0)
+    monkeypatch.setattr(sampling_reference, "SALT", 0)
     toy = Toy(None, CASES["temperature 1"])
     assert p_value(toy.pairs(), exact_pairs(toy.logits, CASES["temperature 1"])) < 1e-6
 

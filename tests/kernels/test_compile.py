@@ -20,8 +20,10 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from benchmarks import op_cases, op_inputs
 from sglang_dflash import kernels
-from sglang_dflash.kernels import thin_linear, triton_ops
-from sglang_dflash.kernels.verify_attention import LayerShape, VerifyAttention
+from sglang_dflash.kernels import pdl, triton_ops
+from sglang_dflash.kernels.attention.tiles import LayerShape
+from sglang_dflash.kernels.attention.verify import VerifyAttention
+from sglang_dflash.kernels.gemma_layer import thin_linear
 from tests.kernels.interpreter import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -59,16 +61,14 @@ def compiled(capability: int, monkeypatch: pytest.MonkeyPatch) -> set[str]:
         found.add(self.fn.__name__)
 
     monkeypatch.setattr(JITFunction, "run", compile_instead)
-    hopper = {"OVERLAPPED": True, "launch_pdl": True}
-    options = hopper if capability >= 90 else {"OVERLAPPED": False}
-    for module in kernel_modules():
-        monkeypatch.setattr(module, "overlapped", lambda _device: options, raising=False)
+    options = {"PDL": True, "launch_pdl": True} if capability >= 90 else {"PDL": False}
+    monkeypatch.setattr(pdl, "launch_options", lambda _device: options)
     return found
 
 
 def kernel_modules() -> list[Any]:
-    names = [each.name for each in pkgutil.iter_modules(kernels.__path__)]
-    return [importlib.import_module(f"sglang_dflash.kernels.{name}") for name in names]
+    found = pkgutil.walk_packages(kernels.__path__, "sglang_dflash.kernels.")
+    return [importlib.import_module(each.name) for each in found]
 
 
 def launched_kernels() -> set[str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_dflash.kernels import reference
+from sglang_dflash.kernels.gemma_layer import reference
 from tests.kernels.interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
 if INTERPRETED or torch.cuda.is_available():
-    from sglang_dflash.kernels.qkv_norm import norm_and_turn
-    from sglang_dflash.kernels.residual_norm import norm_add_norm
-    from sglang_dflash.kernels.thin_linear import Tile, thin_linear
+    from sglang_dflash.kernels.gemma_layer.qkv_norm import norm_and_turn
+    from sglang_dflash.kernels.gemma_layer.residual_norm import norm_add_norm
+    from sglang_dflash.kernels.gemma_layer.thin_linear import Tile, thin_linear
 
 TYPES = [torch.float32, torch.bfloat16]
 

@@ -12,8 +12,8 @@ from sglang_dflash.types import Verdict
 from tests.kernels.interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
 if INTERPRETED or torch.cuda.is_available():
-    from sglang_dflash.kernels import reference
-    from sglang_dflash.kernels.prefix_index import index_prefixes
+    from sglang_dflash.kernels.attention import reference
+    from sglang_dflash.kernels.attention.prefix_index import index_prefixes
 
     TRITON = triton_ops()
 
@@ -115,9 +115,9 @@ def test_write_context(kv_heads: int, dim: int, dtype: torch.dtype) -> None:
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut rows into so few parts that a part has several blocks, as in large batches."""
-    from sglang_dflash.kernels import argmax
+    from sglang_dflash.kernels.logits import triton as logits
 
-    monkeypatch.setattr(argmax, "PROGRAMS", 64)
+    monkeypatch.setattr(logits, "PROGRAMS", 64)
 
 
 @runs_kernel
@@ -189,10 +189,10 @@ def test_likely_tokens_that_share_a_lane_are_all_seen(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens so far apart that one lane reads them all, so that its best tells of one only."""
-    from sglang_dflash.kernels import sample
+    from sglang_dflash.kernels.sampling import top_k
 
-    monkeypatch.setattr(sample, "BLOCK", 64)
-    monkeypatch.setattr(sample, "CANDIDATES", 32)
+    monkeypatch.setattr(top_k, "BLOCK", 64)
+    monkeypatch.setattr(top_k, "CANDIDATES", 32)
     torch.manual_seed(0)
     likely = 36
     logits = torch.randn(2, 64 * likely, device=DEVICE)

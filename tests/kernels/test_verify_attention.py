@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from sglang_dflash.kernels import reference
+from sglang_dflash.kernels.attention import reference
 from tests.kernels.interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
 if INTERPRETED or torch.cuda.is_available():
-    from sglang_dflash.kernels.verify_attention import LayerShape, Tile, VerifyAttention, can_serve
+    from sglang_dflash.kernels.attention.tiles import LayerShape, Tile, can_serve
+    from sglang_dflash.kernels.attention.verify import VerifyAttention
 
 # few enough that a handful of keys is cut into several runs
 NUM_SMS = 8

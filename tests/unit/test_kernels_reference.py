@@ -8,7 +8,18 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare, kstest
 
-from sglang_dflash.kernels import COUNT_MATCHES, TORCH, Noise, choose, draws, reference
+from sglang_dflash.kernels import COUNT_MATCHES, TORCH, Noise, choose
+from sglang_dflash.kernels.accept.reference import accept_block
+from sglang_dflash.kernels.attention.reference import index_prefixes, paged_attention
+from sglang_dflash.kernels.block.reference import build_block
+from sglang_dflash.kernels.context.reference import context_hidden, write_context
+from sglang_dflash.kernels.logits.reference import gumbel
+from sglang_dflash.kernels.sampling.reference import (
+    argmax_and_sample,
+    argmax_rows,
+    reject_by_block,
+    sample_rows,
+)
 from sglang_dflash.reference import Drafter, DrafterConfig
 from sglang_dflash.reference.rejection import BlockRule
 
@@ -16,7 +27,7 @@ from sglang_dflash.reference.rejection import BlockRule
 def test_block_starts_with_the_anchor_and_masks_the_rest() -> None:
     table = torch.arange(100).view(2, 50) + 1000
     out = [torch.full((2, 4), -7) for _ in range(3)]
-    reference.build_block(
+    build_block(
         torch.tensor([5, 6]),
         torch.tensor([10, 20]),
         torch.tensor([1, 0]),
@@ -35,7 +46,7 @@ def test_block_starts_with_the_anchor_and_masks_the_rest() -> None:
 def test_positions_stop_at_the_context_but_slots_go_on() -> None:
     """Rows past the context still need slots of their own: a shared slot would be overwritten."""
     out = [torch.zeros(1, 4, dtype=torch.int64) for _ in range(3)]
-    reference.build_block(
+    build_block(
         torch.tensor([5]),
         torch.tensor([30]),
         torch.tensor([0]),
@@ -62,7 +73,7 @@ def test_positions_stop_at_the_context_but_slots_go_on() -> None:
 def test_a_block_commits_the_correct_drafts_and_the_bonus(
     block: list[int], choices: list[int], committed: list[int], kept: int
 ) -> None:
-    lens, tokens, bonus, new_lens, slots = reference.accept_block(
+    lens, tokens, bonus, new_lens, slots = accept_block(
         *map(torch.tensor, ([block], [choices], [100], [[11, 12, 13, 14]]))
     )
     assert lens.tolist() == [kept] and lens.dtype == torch.int32
@@ -74,7 +85,7 @@ def test_a_block_commits_the_correct_drafts_and_the_bonus(
 
 
 def test_who_knows_better_says_how_many_drafts_count() -> None:
-    lens, tokens, bonus, new_lens, slots = reference.accept_block(
+    lens, tokens, bonus, new_lens, slots = accept_block(
         *map(torch.tensor, ([[7, 1, 2, 9], [7, 1, 2, 3]], [[5, 6, 7, 8]] * 2, [100, 200])),
         torch.tensor([[11, 12, 13, 14], [21, 22, 23, 24]]),
         torch.tensor([2, 0], dtype=torch.int32),
@@ -91,7 +102,7 @@ def test_a_request_that_is_not_told_has_its_leading_matches_counted() -> None:
     choices = torch.tensor([[1, 2, 3, 4]] * 3)
     slots = torch.tensor([[11, 12, 13, 14]] * 3)
     told = torch.tensor([COUNT_MATCHES, 0, 3], dtype=torch.int32)
-    lens, tokens, bonus, *_ = reference.accept_block(
+    lens, tokens, bonus, *_ = accept_block(
         block, choices, torch.tensor([100, 200, 300]), slots, told
     )
     assert lens.tolist() == [3, 1, 4] and lens.dtype == torch.int32
@@ -127,7 +138,7 @@ def test_paged_attention_equals_one_query_at_a_time(causal: bool, window: int, c
     slots[1, :6] = torch.arange(30, 36)
     query = torch.randn(2, width, 4, 8)
     positions = torch.stack([torch.arange(n - width, n) for n in kv_lens])
-    out = reference.paged_attention(
+    out = paged_attention(
         query,
         keys,
         values,
@@ -177,7 +188,7 @@ def test_context_equals_the_oracle() -> None:
     features, positions = torch.randn(5, 3 * 16), torch.tensor([0, 1, 2, 7, 40])
     angles = torch.arange(64)[:, None] * 1000.0 ** (-torch.arange(4) / 4)
     slots = torch.tensor([3, 9, 4, 7, 1])
-    hidden = reference.context_hidden(
+    hidden = context_hidden(
         features,
         fc_weight=state["fc.weight"],
         norm_weight=state["hidden_norm.weight"],
@@ -187,7 +198,7 @@ def test_context_equals_the_oracle() -> None:
     for i in range(2):
         kv_weight = torch.cat([state[f"layers.{i}.self_attn.{kv}_proj.weight"] for kv in "kv"])
         keys, values = torch.zeros(2, 12, 2, 8)
-        reference.write_context(
+        write_context(
             (hidden @ kv_weight.T)[None],
             positions,
             slots,
@@ -207,19 +218,19 @@ def test_context_equals_the_oracle() -> None:
 def test_the_first_of_equal_logits_wins_after_the_cap() -> None:
     """Plain decoding caps before it compares: what the cap makes equal is equal."""
     logits = torch.tensor([[1.0, 3.0, 3.0], [1e4, 2e4, 0.0], [-5.0, -7.0, -5.0]])
-    assert draws.argmax_rows(logits).tolist() == [1, 1, 0]
-    assert draws.argmax_rows(logits, 30.0).tolist() == [1, 0, 0]
+    assert argmax_rows(logits).tolist() == [1, 1, 0]
+    assert argmax_rows(logits, 30.0).tolist() == [1, 0, 0]
 
 
 def test_prefixes_are_laid_end_to_end() -> None:
     table = torch.arange(40).view(4, 10)
     bounds, slots = torch.full((4,), -1), torch.full((12,), -1)
     rows, lens = torch.tensor([2, 0, 3]), torch.tensor([3, 0, 4])
-    reference.index_prefixes(table, rows, lens, bounds, slots)
+    index_prefixes(table, rows, lens, bounds, slots)
     assert bounds.tolist() == [0, 3, 3, 7]
     assert slots.tolist() == [20, 21, 22, 30, 31, 32, 33, *[-1] * 5]
     starts = torch.zeros(3, dtype=torch.int32)
-    reference.index_prefixes(
+    index_prefixes(
         table, rows, lens, bounds, slots, window=2, starts=starts, slot_map=torch.arange(40) + 100
     )
     assert bounds.tolist() == [0, 2, 2, 4]
@@ -250,7 +261,7 @@ def test_unknown_device_is_refused_by_name() -> None:
 def test_draws_have_the_filtered_distribution(top_k: int, top_p: float, kept: list[int]) -> None:
     probs = torch.tensor([0.4, 0.2, 0.15, 0.15, 0.1])
     temperature, times = 0.5, 20_000
-    found = draws.sample_rows(
+    found = sample_rows(
         (probs.log() * temperature).expand(times, -1),
         make_noise(temperature, rows=times),
         temperatures=torch.tensor([temperature]),
@@ -282,7 +293,7 @@ def test_the_highest_after_noise_is_a_draw_at_its_temperature() -> None:
     noise = make_noise(temperature, rows=times)
     found = torch.cat(
         [
-            draws.argmax_rows(logits.expand(len(keys), -1), 0.0, Noise(keys[None], noise.scales))
+            argmax_rows(logits.expand(len(keys), -1), 0.0, Noise(keys[None], noise.scales))
             for keys in noise.keys[0].split(250)
         ]
     )
@@ -294,12 +305,12 @@ def test_the_highest_after_noise_is_a_draw_at_its_temperature() -> None:
 @pytest.mark.parametrize("near", ["columns", "rows", "keys that differ by one"])
 def test_noise_is_gumbel_noise_and_independent_of_its_neighbour(near: str) -> None:
     keys = make_noise(1.0, rows=400).keys[0]
-    noise = draws.gumbel(keys, 3001)
+    noise = gumbel(keys, 3001)
     assert kstest(noise.flatten()[::7], "gumbel_r").pvalue > 1e-3
     pairs = {
         "columns": (noise[:, :-1], noise[:, 1:]),
         "rows": (noise[:-1], noise[1:]),
-        "keys that differ by one": (noise, draws.gumbel(keys + 1, 3001)),
+        "keys that differ by one": (noise, gumbel(keys + 1, 3001)),
     }[near]
     one, two = (each.flatten() for each in pairs)
     # of a million independent pairs the correlation is within 0.004 with all but certainty
@@ -319,9 +330,9 @@ def test_blocks_are_kept_as_the_oracle_keeps_them() -> None:
     keys = torch.empty(times, width, dtype=torch.int64).random_(generator=generator)
     noise = Noise(keys, torch.full((times,), temperature))
     draft_logits = near.expand(times, -1, -1)
-    both = draws.argmax_and_sample(draft_logits.flatten(0, 1), 0.0, noise)
+    both = argmax_and_sample(draft_logits.flatten(0, 1), 0.0, noise)
     argmax_drafts, sampled_drafts = both.view(2, times, -1)
-    choices, num_correct, _ = draws.reject_by_block(
+    choices, num_correct, _ = reject_by_block(
         logits.expand(times, -1, -1),
         draft_logits,
         sampled_drafts,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.glue import compat
-from sglang_dflash.kernels import reference
+from sglang_dflash.kernels.attention import reference
 
 
 class Rows(NamedTuple):

@@ -1,9 +1,9 @@
 """A Gemma-4 layer's verify pass in fewer launches: what lies between its products, fused.
 
 The forward of each layer is replaced on the instance, for verify blocks only. Norms and RoPE of q,
-k and v are one launch (`kernels/qkv_norm.py`), so are the norms around a residual
-(`kernels/residual_norm.py`), across the border of two layers, too. With few rows, products whose
-shape was measured to gain run as `kernels/thin_linear.py`. Experts themselves run as SGLang's.
+k and v are one launch, so are the norms around a residual, across the border of two layers, too.
+With few rows, products whose shape was measured to gain run as `thin_linear`. The kernels are in
+`kernels/gemma_layer/`. Experts themselves run as SGLang's.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def install_verify_attention(runner: Any, *, max_requests: int, block_size: int)
     backend = runner.attn_backend
     if not isinstance(backend, compat.TritonAttnBackend):
         return type(backend).__name__
-    from sglang_dflash.kernels.verify_attention import VerifyAttention
+    from sglang_dflash.kernels.attention.verify import VerifyAttention
 
     shapes = _layer_shapes(runner.model)
     foreign = _foreign_mode(backend) or _foreign_layers(shapes)
@@ -52,7 +52,7 @@ def _foreign_mode(backend: Any) -> str | None:
 
 
 def _layer_shapes(model: torch.nn.Module) -> list[Any]:
-    from sglang_dflash.kernels.verify_attention import LayerShape
+    from sglang_dflash.kernels.attention.tiles import LayerShape
 
     shapes = {
         LayerShape(m.tp_q_head_num, m.tp_k_head_num, m.qk_head_dim, m.v_head_dim)
@@ -63,7 +63,7 @@ def _layer_shapes(model: torch.nn.Module) -> list[Any]:
 
 
 def _foreign_layers(shapes: list[Any]) -> str | None:
-    from sglang_dflash.kernels.verify_attention import TILES, can_serve
+    from sglang_dflash.kernels.attention.tiles import TILES, can_serve
 
     foreign = [
         f"{s.num_q_heads} heads of {s.head_dim} over {s.num_kv_heads} of KV"
@@ -128,7 +128,7 @@ class VerifyBackend:
     """The verify half of one Triton backend."""
 
     def __init__(self, backend: Any, attention: Any, block_size: int) -> None:
-        from sglang_dflash.kernels.prefix_index import index_prefixes
+        from sglang_dflash.kernels.attention.prefix_index import index_prefixes
 
         self._backend = backend
         self._attention = attention

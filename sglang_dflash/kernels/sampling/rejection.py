@@ -18,10 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_dflash.kernels.argmax import capped, cut_rows, keep_better, store_winner
-from sglang_dflash.kernels.draws import FLOOR, SALT, Noise
-from sglang_dflash.kernels.noise import gumbel
-from sglang_dflash.kernels.reference import COUNT_MATCHES
+from sglang_dflash.kernels.accept.reference import COUNT_MATCHES
+from sglang_dflash.kernels.logits.reference import Noise
+from sglang_dflash.kernels.logits.triton import (
+    capped,
+    first_index,
+    gumbel,
+    keep_better,
+    part_bounds,
+    split_rows,
+    store_winner,
+)
+from sglang_dflash.kernels.sampling.reference import FLOOR, SALT
 
 BLOCK = 2048
 _FLOOR = tl.constexpr(FLOOR)
@@ -50,8 +58,7 @@ def _sum_parts(
     temperature = tl.load(scales + request)
     if temperature > 0:
         of_row = logits + request * request_stride + (row % rows) * row_stride
-        begin = part * part_width
-        end = tl.minimum(begin + part_width, width)
+        begin, end = part_bounds(part, part_width, width)
         peak = tl.full([BLOCK], LOWEST, tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
         for start in range(begin, end, BLOCK):
@@ -143,8 +150,7 @@ def _draw_parts(
     key = tl.load(keys + request * key_stride + row) ^ _SALT
     p_lse, q_lse, a = tl.load(p_lses + at), tl.load(q_lses + at), tl.load(acceptance + at)
     sampled = tl.load(is_sampled + request)
-    begin = part * part_width
-    end = tl.minimum(begin + part_width, width)
+    begin, end = part_bounds(part, part_width, width)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_at = tl.zeros([BLOCK], tl.int32)
     residual_mass = tl.zeros([BLOCK], tl.float32)
@@ -189,7 +195,7 @@ def _accept_or_reject(
     value = tl.load(values + at, mask=live, other=float("-inf"))
     index = tl.load(indices + at, mask=live, other=0)
     peak = tl.max(value, 1)
-    choice = tl.min(tl.where(live & (value == peak[:, None]), index, 2147483647), 1)
+    choice = first_index(live & (value == peak[:, None]), index, 2147483647, 1)
     draft = tl.load(drafts + request * drafts_stride + row, mask=is_draft, other=-1)
     kept = _COUNT_MATCHES
     if tl.load(scales + request) > 0:
@@ -218,10 +224,10 @@ def reject_by_block(
     noise: Noise, uniforms: Tensor, *, is_sampled: Tensor, logit_cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # fmt: on
-    """Do what `draws.reject_by_block` does; a request without noise has no advantage."""
+    """Do what `reference.reject_by_block` does; a request without noise has no advantage."""
     requests, rows, width = logits.shape
     device = logits.device
-    parts, part_width = cut_rows(requests * rows, width, BLOCK)
+    parts, part_width = split_rows(requests * rows, width, BLOCK)
     p_peaks, p_sums, q_peaks, q_sums, values, residual_masses, overlap_masses = torch.empty(
         7, requests * rows, parts, device=device
     )

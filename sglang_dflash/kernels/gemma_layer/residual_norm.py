@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sglang_dflash.kernels.overlap import overlapped
+from sglang_dflash.kernels import pdl
 
 # the most products that one sum is normed for
 MAX_FOLLOWING = 3
@@ -37,7 +37,7 @@ def _norm_add_norm(
     parts, residual, beside, first_weight, beside_weight, norm_weight, next_0, next_1, next_2,
     scale, out, normed, num_rows, eps,
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr,
-    SCALED: tl.constexpr, FOLLOWING: tl.constexpr, OVERLAPPED: tl.constexpr,
+    SCALED: tl.constexpr, FOLLOWING: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
     row = tl.program_id(0).to(tl.int64)
@@ -47,7 +47,7 @@ def _norm_add_norm(
     weight = tl.load(norm_weight + column, mask=live, other=0.0).to(tl.float32)
     if FOLLOWING > 0:
         after = tl.load(next_0 + column, mask=live, other=0.0).to(tl.float32)
-    if OVERLAPPED:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     at = row * WIDTH + column
@@ -105,6 +105,6 @@ def norm_add_norm(
         SCALED=scale is not None,
         FOLLOWING=following,
         num_warps=8 if width > 1024 else 4,
-        **overlapped(parts.device.type),
+        **pdl.launch_options(parts.device.type),
     )
     return out, normed

@@ -1,4 +1,4 @@
-"""Torch twins of the ops that choose tokens from logits: the specification, and a CPU's path.
+"""Tokens from logits in torch: the specification, and the path that runs on a CPU.
 
 Speculative sampling keeps a draft that was sampled from q, or rejects it and samples from the
 residual distribution, so that what is committed is distributed as the target's p. Token by token a
@@ -9,73 +9,18 @@ as exact (Sun et al., Block Verification Accelerates Speculative Decoding, 2024)
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
-from sglang_dflash.kernels.reference import COUNT_MATCHES
+from sglang_dflash.kernels.accept.reference import COUNT_MATCHES
+from sglang_dflash.kernels.logits.reference import Noise, capped, gumbel, noise_of_rows
 
+# the largest top_k that the kernel of `sample_rows` takes
+MAX_TOP_K = 128
 # xored into keys: the residual draw must not reuse the drafts' noise
 SALT = 0x5851F42D4C957F2D
 # lower bound of the residual, as a share of p: rounding can leave the residual empty
 FLOOR = 1e-10
-
-
-class Noise(NamedTuple):
-    """Gumbel noise by key: the argmax of logits + scale * noise is a draw at temperature scale."""
-
-    keys: Tensor  # [b, at least the rows of a request] int64, one for each row
-    scales: Tensor  # [b] fp32: the temperature, or 0 for a greedy request
-
-
-def gumbel(
-    keys: Tensor,  # [n] int64
-    width: int,
-) -> Tensor:
-    """Return Gumbel noise that depends on its row's key and its column alone, [n, width] fp32.
-
-    In words of 32 bits, whose products and sums wrap round.
-    """
-    low, high = (_word(keys >> shift)[:, None] for shift in (0, 32))
-    h = torch.arange(width, dtype=torch.int32, device=keys.device) * FACTORS[0] + low
-    _mix(h, 16, FACTORS[1])
-    _mix(h, 13, FACTORS[2])
-    _mix(h, 16).add_(high)
-    _mix(h, 15, FACTORS[3])
-    _mix(h, 12, FACTORS[4])
-    _mix(h, 15)
-    u = (h.long() & 2**32 - 1).float().mul_(2**-32).add_(2**-33).clamp_(max=1 - 2**-24)
-    # small u decide the argmax: 1 - u would round them away, log1p keeps them
-    return u.neg_().log1p_().neg_().log_().neg_()
-
-
-def _word(x: Tensor | int) -> Any:
-    """Return the lowest 32 bits as a signed number."""
-    word = ((x & 2**32 - 1) ^ 2**31) - 2**31
-    return word.int() if isinstance(word, Tensor) else word
-
-
-FACTORS = [_word(x) for x in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x2C1B3C6D, 0x297A2D39)]
-
-
-def _mix(h: Tensor, shift: int, factor: int = 1) -> Tensor:
-    """Fold the high bits into the low ones and multiply, in place."""
-    h ^= (h >> shift) & 2 ** (32 - shift) - 1
-    h *= factor
-    return h
-
-
-def _noise_of(noise: Noise, rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the noise of rows [n, width], and what it is scaled by [n, 1]."""
-    per_request = rows // noise.scales.shape[0]
-    scales = noise.scales.repeat_interleave(per_request)[:, None]
-    return gumbel(noise.keys[:, :per_request].flatten(), width), scales
-
-
-def _capped(logits: Tensor, logit_cap: float) -> Tensor:
-    logits = logits.float()
-    return logit_cap * torch.tanh(logits / logit_cap) if logit_cap > 0 else logits
 
 
 def argmax_rows(
@@ -88,9 +33,9 @@ def argmax_rows(
     With noise that is a draw at the temperature in its scale (Gumbel-max). Of equal values the
     first wins.
     """
-    logits = _capped(logits, logit_cap)
+    logits = capped(logits, logit_cap)
     if noise is not None:
-        added, scales = _noise_of(noise, *logits.shape)
+        added, scales = noise_of_rows(noise, *logits.shape)
         logits = torch.addcmul(logits, scales, added)
     return torch.argmax(logits, dim=-1)
 
@@ -128,7 +73,7 @@ def sample_rows(
     temperatures, top_ks, top_ps = (
         each.repeat_interleave(per_request) for each in (temperatures, top_ks, top_ps)
     )
-    logits = _capped(logits, logit_cap) / temperatures[:, None]
+    logits = capped(logits, logit_cap) / temperatures[:, None]
     probs = torch.softmax(logits, dim=-1)
     ordered, index = probs.sort(dim=-1, descending=True)
     # ties take the rank of the first among them
@@ -136,7 +81,7 @@ def sample_rows(
     mass = (ordered.cumsum(dim=-1) - ordered).gather(-1, begins)
     kept_ordered = (begins < top_ks[:, None]) & (mass < top_ps[:, None])
     kept = torch.zeros_like(kept_ordered).scatter(-1, index, kept_ordered)
-    added, scales = _noise_of(noise, *logits.shape)
+    added, scales = noise_of_rows(noise, *logits.shape)
     reached = logits + torch.where(scales > 0, added, 0.0)
     return torch.where(kept, reached, float("-inf")).argmax(dim=-1)
 
@@ -198,7 +143,7 @@ def reject_by_block(
 
 def _numbers(logits: Tensor, logit_cap: float) -> Tensor:
     """Return logits in fp32, capped; -inf for NaN."""
-    logits = _capped(logits, logit_cap)
+    logits = capped(logits, logit_cap)
     return torch.where(logits.isnan(), float("-inf"), logits)
 
 

@@ -17,37 +17,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_dflash.kernels.draws import Noise
-from sglang_dflash.kernels.noise import gumbel
+from sglang_dflash.kernels.logits.reference import Noise
+from sglang_dflash.kernels.logits.triton import (
+    capped,
+    first_index,
+    gumbel,
+    keep_better,
+    part_bounds,
+    split_rows,
+    store_winner,
+)
 
 BLOCK = 4096
-# programs to aim for: about eight per multiprocessor of an H200
-PROGRAMS = 1056
-
-
-@triton.jit
-def capped(x, LOGIT_CAP: tl.constexpr):
-    """Return logits in fp32, bent by the cap where there is one."""
-    x = x.to(tl.float32)
-    if LOGIT_CAP > 0:
-        # tanh by the sigmoid, which saturates without overflow
-        x = (2.0 * tl.sigmoid(2.0 * (x / LOGIT_CAP)) - 1.0) * LOGIT_CAP
-    return x
-
-
-@triton.jit
-def keep_better(x, column, best, at):
-    better = x > best
-    return tl.where(better, x, best), tl.where(better, column, at)
-
-
-@triton.jit
-def store_winner(best, at, values, indices, out, width):
-    # within a lane the first of equals stayed; between lanes the lowest column wins
-    peak = tl.max(best, 0)
-    column = tl.min(tl.where(best == peak, at, width), 0)
-    tl.store(values + out, peak)
-    tl.store(indices + out, column)
 
 
 # fmt: off
@@ -64,8 +45,7 @@ def _argmax_parts(
         request = row // per_request
         scale = tl.load(scales + request)
         key = tl.load(keys + request * key_stride + row % per_request)
-    begin = part * part_width
-    end = tl.minimum(begin + part_width, width)
+    begin, end = part_bounds(part, part_width, width)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     at = tl.zeros([BLOCK], tl.int32)
     highest, highest_at = best, at
@@ -100,32 +80,24 @@ def _argmax_merge(values, indices, out, parts, BLOCK: tl.constexpr):
     value = tl.load(values + row * parts + part, mask=live, other=float("-inf"))
     index = tl.load(indices + row * parts + part, mask=live, other=0)
     peak = tl.max(value, 0)
-    winner = tl.min(tl.where(live & (value == peak), index, 2147483647), 0)
+    winner = first_index(live & (value == peak), index, 2147483647, 0)
     tl.store(out + row, winner.to(tl.int64))
 
 
 def argmax_rows(logits: Tensor, logit_cap: float = 0.0, noise: Noise | None = None) -> Tensor:
-    """Do what `draws.argmax_rows` does."""
+    """Do what `reference.argmax_rows` does."""
     return _argmax(logits, logit_cap, noise, kinds=1)[0]
 
 
 def argmax_and_sample(logits: Tensor, logit_cap: float, noise: Noise) -> Tensor:
-    """Do what `draws.argmax_and_sample` does."""
+    """Do what `reference.argmax_and_sample` does."""
     return _argmax(logits, logit_cap, noise, kinds=2)
-
-
-def cut_rows(rows: int, width: int, block: int) -> tuple[int, int]:
-    """Return into how many parts to cut each of so many rows, and the width of a part."""
-    blocks = triton.cdiv(width, block)
-    parts = min(blocks, max(1, triton.cdiv(PROGRAMS, rows)))
-    part_width = triton.cdiv(blocks, parts) * block
-    return triton.cdiv(width, part_width), part_width
 
 
 def _argmax(logits: Tensor, logit_cap: float, noise: Noise | None, *, kinds: int) -> Tensor:
     rows, width = logits.shape
     out = torch.empty(kinds, rows, dtype=torch.int64, device=logits.device)
-    parts, part_width = cut_rows(rows, width, BLOCK)
+    parts, part_width = split_rows(rows, width, BLOCK)
     values = torch.empty(kinds, rows, parts, dtype=torch.float32, device=logits.device)
     indices = torch.empty(kinds, rows, parts, dtype=torch.int32, device=logits.device)
     # without noise these are not read

@@ -24,7 +24,6 @@ from the front: positions are counted back from the end of the prefix.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -32,37 +31,22 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sglang_dflash.kernels.overlap import overlapped
+from sglang_dflash.kernels import pdl
+from sglang_dflash.kernels.attention.tiles import (
+    TILE_FP32,
+    TILES,
+    LayerShape,
+    Tile,
+    can_serve,
+    count_row_tiles,
+    count_value_parts,
+    padded,
+    tile_dim,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """How one head dim is cut: the shape of a program, and how many programs to aim for."""
-
-    block_m: int  # packed rows; 64 is the least that Hopper's wgmma takes
-    block_n: int  # keys per step of the loop
-    num_warps: int
-    num_stages: int
-    ctas_per_sm: int
-    min_run: int  # keys; a shorter run costs more in its partial result than it saves
-    # programs that share the value dim: with 512 columns the accumulator of 128 rows, all the
-    # queries of a KV head, is too large for one, and half of them would read every key twice
-    dv_parts: int = 1
-
-
-# by head dim, rounded up to a power of two; measured by `python -m benchmarks.kernels --sweep`
-TILES = {
-    64: Tile(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=2, min_run=128),
-    128: Tile(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=2, min_run=128),
-    256: Tile(block_m=64, block_n=32, num_warps=4, num_stages=2, ctas_per_sm=2, min_run=64),
-    512: Tile(
-        block_m=128, block_n=32, num_warps=8, num_stages=2, ctas_per_sm=1, min_run=32, dv_parts=2
-    ),
-}
-# for exactness, not speed: fp32 multiplies without tensor cores, and large tiles spill registers
-TILE_FP32 = Tile(block_m=16, block_n=32, num_warps=4, num_stages=1, ctas_per_sm=2, min_run=64)
 # programs of the merge at large batches: 16 per multiprocessor of an H200
 MERGE_PROGRAMS = 2112
 
@@ -139,7 +123,7 @@ def _attend_runs(
     D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, LOGIT_CAP: tl.constexpr,
     TILES_M: tl.constexpr, DV_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_REQUESTS: tl.constexpr, OVERLAPPED: tl.constexpr,
+    BLOCK_REQUESTS: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
     # neighbours share: first the parts and tiles of the same keys, then the heads of the same slots
@@ -177,7 +161,7 @@ def _attend_runs(
     # slots are one step ahead of keys and values, whose loads then need not wait for them
     n = begin + tl.arange(0, BLOCK_N)
     slots = tl.load(slots_at + n, mask=n < end, other=0).to(tl.int64)
-    if OVERLAPPED:
+    if PDL:
         # up to here nothing came from the kernels of this layer
         gdc_wait()
         gdc_launch_dependents()
@@ -229,10 +213,10 @@ def _attend_runs(
 def _merge_runs(
     partial_out, partial_lse, plan, out, out_stride, rows_per_program,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_RUNS: tl.constexpr, OVERLAPPED: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_RUNS: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
-    if OVERLAPPED:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     request = tl.program_id(1).to(tl.int64)
@@ -266,16 +250,6 @@ def _merge_runs(
         tl.store(out + out_at + dv, (acc / total).to(out.dtype.element_ty), mask=dv < DV)
 
 
-@dataclass(frozen=True)
-class LayerShape:
-    """What one kind of attention layer looks like on this rank."""
-
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-
-
 class VerifyAttention:
     """The kernel with its scratch, for every kind of layer of a model.
 
@@ -302,11 +276,12 @@ class VerifyAttention:
         if tiles is None:
             tiles = dict.fromkeys(TILES, TILE_FP32) if dtype == torch.float32 else TILES
         assert all(can_serve(s, tiles) for s in shapes), f"no tile for one of {shapes}"
-        self.tiles = {s: tiles[_tile_dim(s, tiles)] for s in shapes}
+        self.tiles = {s: tiles[tile_dim(s, tiles)] for s in shapes}
         # runs to aim for in a batch; each is a program per KV head and tile of rows
         self.goals = {}
         for s, tile in self.tiles.items():
-            programs = s.num_kv_heads * _tiles_m(s, tile, block_size) * _dv_parts(s, tile)
+            shared = count_row_tiles(s, tile, block_size) * count_value_parts(s, tile)
+            programs = s.num_kv_heads * shared
             self.goals[s] = max(1, tile.ctas_per_sm * num_sms // programs)
         rows = {s: 2 * goal * s.num_q_heads * block_size for s, goal in self.goals.items()}
         size = max(rows[s] * s.v_head_dim for s in shapes)
@@ -352,7 +327,7 @@ class VerifyAttention:
         rows = query.shape[0] // n
         shape = LayerShape(query.shape[1], block_keys.shape[1], query.shape[2], out.shape[2])
         tile, goal = self.tiles[shape], self.goals[shape]
-        tiles_m, parts = _tiles_m(shape, tile, rows), _dv_parts(shape, tile)
+        tiles_m, parts = count_row_tiles(shape, tile, rows), count_value_parts(shape, tile)
         layout = {
             "KV_HEADS": shape.num_kv_heads,
             "GROUP": shape.num_q_heads // shape.num_kv_heads,
@@ -373,13 +348,13 @@ class VerifyAttention:
             DV_PARTS=parts,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
-            BLOCK_ROWS=_padded(rows),
-            BLOCK_D=_padded(shape.head_dim),
-            BLOCK_DV=_padded(shape.v_head_dim) // parts,
-            BLOCK_REQUESTS=_padded(n),
+            BLOCK_ROWS=padded(rows),
+            BLOCK_D=padded(shape.head_dim),
+            BLOCK_DV=padded(shape.v_head_dim) // parts,
+            BLOCK_REQUESTS=padded(n),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-            **overlapped(out.device.type),
+            **pdl.launch_options(out.device.type),
         )
         # a goal of one run cuts no request
         if goal > 1:
@@ -392,29 +367,7 @@ class VerifyAttention:
         _merge_runs[(triton.cdiv(heads_rows, per_program), n)](
             *(self.partial_out, self.partial_lse, self.plan, out, out.stride(0), per_program),
             **layout,
-            BLOCK_DV=_padded(shape.v_head_dim),
+            BLOCK_DV=padded(shape.v_head_dim),
             BLOCK_RUNS=16,
-            **overlapped(out.device.type),
+            **pdl.launch_options(out.device.type),
         )
-
-
-def _padded(extent: int) -> int:
-    """Round up to what a tile can have: a power of two, 16 at least for the tensor cores."""
-    return max(16, triton.next_power_of_2(extent))
-
-
-def _tiles_m(shape: LayerShape, tile: Tile, rows: int) -> int:
-    return triton.cdiv(shape.num_q_heads // shape.num_kv_heads * rows, tile.block_m)
-
-
-def _dv_parts(shape: LayerShape, tile: Tile) -> int:
-    return min(tile.dv_parts, _padded(shape.v_head_dim) // 16)
-
-
-def can_serve(shape: LayerShape, tiles: Mapping[int, Tile] = TILES) -> bool:
-    """Say whether a layer has whole groups of query heads, and a head dim that has a tile."""
-    return shape.num_q_heads % shape.num_kv_heads == 0 and _tile_dim(shape, tiles) in tiles
-
-
-def _tile_dim(shape: LayerShape, tiles: Mapping[int, Tile]) -> int:
-    return max(min(tiles), triton.next_power_of_2(max(shape.head_dim, shape.v_head_dim)))

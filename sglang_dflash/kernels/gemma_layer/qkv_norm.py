@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sglang_dflash.kernels.overlap import overlapped
+from sglang_dflash.kernels import pdl
 
 # elements of a tile: eight heads of 256, four of 512
 TILE = 2048
@@ -27,7 +27,7 @@ TILE = 2048
 def _norm_and_turn(
     qkv, positions, q_weight, k_weight, cos_sin, row_stride, cos_sin_stride, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, OVERLAPPED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
     row = tl.program_id(0).to(tl.int64)
@@ -39,7 +39,7 @@ def _norm_and_turn(
     table = cos_sin + tl.load(positions + row).to(tl.int64) * cos_sin_stride + half
     cos = tl.where(is_value, 1.0, tl.load(table, mask=inside, other=0.0).to(tl.float32))
     sin = tl.where(is_value, 0.0, tl.load(table + D // 2, mask=inside, other=0.0).to(tl.float32))
-    if OVERLAPPED:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     at = qkv + row * row_stride + head * D + half
@@ -87,5 +87,5 @@ def norm_and_turn(
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
         num_warps=4,
-        **overlapped(qkv.device.type),
+        **pdl.launch_options(qkv.device.type),
     )

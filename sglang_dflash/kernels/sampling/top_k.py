@@ -25,9 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_dflash.kernels.argmax import capped
-from sglang_dflash.kernels.draws import Noise
-from sglang_dflash.kernels.noise import gumbel
+from sglang_dflash.kernels.logits.reference import Noise
+from sglang_dflash.kernels.logits.triton import capped, first_index, gumbel
 
 BLOCK = 4096
 STAGES = 4  # blocks asked for ahead
@@ -147,7 +146,7 @@ def _gather_above(
         if most > reached:
             reached = most
             value = tl.max(tl.where(order == kth, x, float("-inf")), 0)
-            at = tl.min(tl.where(noisy == most, column, width), 0)
+            at = first_index(noisy == most, column, width, 0)
     tl.store(values + gathered, value)
     tl.store(indices + gathered, at)
     return gathered + 1
@@ -235,7 +234,7 @@ def _draw(
     x = tl.where(kept, x, float("-inf"))
     # the first of equals in the vocabulary; 0 where none is kept
     highest = x == tl.max(x, 0)
-    first = tl.min(tl.where(highest, index, 0x7FFFFFFF), 0)
+    first = first_index(highest, index, 0x7FFFFFFF, 0)
     tl.store(out + row, first.to(tl.int64))
 
 
@@ -245,7 +244,7 @@ def sample_rows(
     temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, logit_cap: float = 0.0,
 ) -> Tensor:
     # fmt: on
-    """Do what `draws.sample_rows` does."""
+    """Do what `reference.sample_rows` does."""
     rows, width = logits.shape
     per_request = rows // temperatures.shape[0]
     device = logits.device

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sglang_dflash.kernels.overlap import overlapped
+from sglang_dflash.kernels import pdl
 
 MAX_ROWS = 64
 MEASURED_ROWS = 16  # with more, the library's products gained as much
@@ -56,7 +56,7 @@ def _product(
     x, weight, out, num_rows, x_stride, weight_stride,
     N: tl.constexpr, K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    PREFETCH: tl.constexpr, OVERLAPPED: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
     column = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -66,7 +66,7 @@ def _product(
     begin = K // BLOCK_K * split // SPLITS
     end = K // BLOCK_K * (split + 1) // SPLITS
     at = weight + column * weight_stride
-    if OVERLAPPED:
+    if PDL:
         if PREFETCH > 0:
             heads = tl.where(live_column, column, 0) * weight_stride + begin * BLOCK_K
             _ask_the_cache(weight + heads, PREFETCH)
@@ -132,5 +132,5 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile) -> None:
         PREFETCH=tile.prefetch,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **overlapped(x.device.type),
+        **pdl.launch_options(x.device.type),
     )

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_dflash.kernels.reference import SCRATCH_SLOT
+from sglang_dflash.kernels.accept.reference import SCRATCH_SLOT
 
 
 # fmt: off

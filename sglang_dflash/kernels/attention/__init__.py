@@ -1,0 +1,1 @@
+"""Verify attention, and the index of prefixes it reads."""

@@ -1,0 +1,71 @@
+"""How verify attention is cut into programs: one tile per head dim, and which layers have one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import triton
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one kind of attention layer looks like on this rank."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one head dim is cut: the shape of a program, and how many programs to aim for."""
+
+    block_m: int  # packed rows; 64 is the least that Hopper's wgmma takes
+    block_n: int  # keys per step of the loop
+    num_warps: int
+    num_stages: int
+    ctas_per_sm: int
+    min_run: int  # keys; a shorter run costs more in its partial result than it saves
+    # programs that share the value dim: with 512 columns the accumulator of 128 rows, all the
+    # queries of a KV head, is too large for one, and half of them would read every key twice
+    dv_parts: int = 1
+
+
+# by head dim, rounded up to a power of two; measured by `python -m benchmarks.kernels --sweep`
+TILES = {
+    64: Tile(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=2, min_run=128),
+    128: Tile(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=2, min_run=128),
+    256: Tile(block_m=64, block_n=32, num_warps=4, num_stages=2, ctas_per_sm=2, min_run=64),
+    512: Tile(
+        block_m=128, block_n=32, num_warps=8, num_stages=2, ctas_per_sm=1, min_run=32, dv_parts=2
+    ),
+}
+# for exactness, not speed: fp32 multiplies without tensor cores, and large tiles spill registers
+TILE_FP32 = Tile(block_m=16, block_n=32, num_warps=4, num_stages=1, ctas_per_sm=2, min_run=64)
+
+
+def padded(extent: int) -> int:
+    """Round up to what a tile can have: a power of two, 16 at least for the tensor cores."""
+    return max(16, triton.next_power_of_2(extent))
+
+
+def count_row_tiles(shape: LayerShape, tile: Tile, rows: int) -> int:
+    """Return how many tiles the packed rows of a KV head take."""
+    return triton.cdiv(shape.num_q_heads // shape.num_kv_heads * rows, tile.block_m)
+
+
+def count_value_parts(shape: LayerShape, tile: Tile) -> int:
+    """Return how many programs share the value dim."""
+    return min(tile.dv_parts, padded(shape.v_head_dim) // 16)
+
+
+def can_serve(shape: LayerShape, tiles: Mapping[int, Tile] = TILES) -> bool:
+    """Say whether a layer has whole groups of query heads, and a head dim that has a tile."""
+    return shape.num_q_heads % shape.num_kv_heads == 0 and tile_dim(shape, tiles) in tiles
+
+
+def tile_dim(shape: LayerShape, tiles: Mapping[int, Tile]) -> int:
+    """Return the head dim of the tile that a layer would take."""
+    return max(min(tiles), triton.next_power_of_2(max(shape.head_dim, shape.v_head_dim)))

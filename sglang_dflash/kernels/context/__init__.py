@@ -1,0 +1,1 @@
+"""Feature injection: draft KV from target features."""

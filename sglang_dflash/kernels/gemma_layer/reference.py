@@ -1,0 +1,64 @@
+"""A Gemma layer's verify pass between its products, in torch: the specification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.kernels.norms import rms_norm, rotate
+
+
+def norm_and_turn(
+    qkv: Tensor,  # [n, (q_heads + 2 * kv_heads) * d], overwritten
+    positions: Tensor,  # [n] int64
+    *,
+    q_weight: Tensor,  # [d]
+    k_weight: Tensor,  # [d]
+    cos_sin: Tensor,  # [positions, d], cosines then sines
+    q_heads: int,
+    kv_heads: int,
+    eps: float,
+) -> None:
+    """Norm every head of q and k with its weight and of v without one; turn q and k."""
+    heads = qkv.unflatten(-1, (q_heads + 2 * kv_heads, -1))
+    cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
+    q, k, v = heads.split([q_heads, kv_heads, kv_heads], dim=1)
+    q.copy_(rotate(rms_norm(q, q_weight, eps), cos, sin))
+    k.copy_(rotate(rms_norm(k, k_weight, eps), cos, sin))
+    v.copy_(rms_norm(v, torch.ones_like(k_weight), eps))
+
+
+def norm_add_norm(
+    parts: Tensor,  # [S, n, H]
+    residual: Tensor,  # [n, H]
+    *,
+    norm_weight: Tensor,  # [H]
+    next_weights: Sequence[Tensor],  # K of [H]
+    scale: Tensor | None,  # [1]
+    eps: float,
+    beside: tuple[Tensor, Tensor, Tensor] | None = None,  # [n, H], [H], [H]
+) -> tuple[Tensor, Tensor]:
+    """Return (new residual [n, H], the same normed by each weight [K, n, H]) in residual's type.
+
+    The new residual is (norm(sum of parts) + residual) * scale. `beside` is another branch, a
+    weight for the sum and a weight for it: both are normed by these and added before.
+    """
+    x = parts.float().sum(0).to(residual.dtype).float()
+    if beside is not None:
+        branch, first_weight, beside_weight = beside
+        x = rms_norm(x, first_weight, eps) + rms_norm(branch.float(), beside_weight, eps)
+    x = rms_norm(x, norm_weight, eps) + residual.float()
+    out = (x if scale is None else x * scale.float()).to(residual.dtype)
+    if not next_weights:
+        return out, out.new_empty(0, *out.shape)
+    return out, torch.stack([rms_norm(out, weight, eps) for weight in next_weights])
+
+
+def thin_linear(
+    x: Tensor,  # [n, K]
+    weight: Tensor,  # [N, K]
+) -> Tensor:
+    """Return the product as one part [1, n, N] in x's type; a kernel may give several, in fp32."""
+    return torch.matmul(x, weight.T)[None]

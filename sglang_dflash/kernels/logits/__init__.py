@@ -1,0 +1,1 @@
+"""What the ops on logits share."""

@@ -1,0 +1,74 @@
+"""What the ops on logits share, in torch: the logit cap, and Gumbel noise by key.
+
+The argmax of logits / T + Gumbel noise is a draw from their softmax at temperature T (Gumbel-max).
+Noise is a hash of a row's key and a column, so that two ops share it without storing it: a draft
+and the target's own token that are sampled with the same noise agree more often the more their
+distributions overlap, though either alone is an exact draw.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# of the hash that makes noise from keys and columns: odd, so that no product loses a bit
+HASH_FACTORS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x2C1B3C6D, 0x297A2D39)
+
+
+class Noise(NamedTuple):
+    """Gumbel noise by key: the argmax of logits + scale * noise is a draw at temperature scale."""
+
+    keys: Tensor  # [b, at least the rows of a request] int64, one for each row
+    scales: Tensor  # [b] fp32: the temperature, or 0 for a greedy request
+
+
+def gumbel(
+    keys: Tensor,  # [n] int64
+    width: int,
+) -> Tensor:
+    """Return Gumbel noise that depends on its row's key and its column alone, [n, width] fp32.
+
+    In words of 32 bits, whose products and sums wrap round.
+    """
+    low, high = (_word(keys >> shift)[:, None] for shift in (0, 32))
+    h = torch.arange(width, dtype=torch.int32, device=keys.device) * _SIGNED[0] + low
+    _mix(h, 16, _SIGNED[1])
+    _mix(h, 13, _SIGNED[2])
+    _mix(h, 16).add_(high)
+    _mix(h, 15, _SIGNED[3])
+    _mix(h, 12, _SIGNED[4])
+    _mix(h, 15)
+    u = (h.long() & 2**32 - 1).float().mul_(2**-32).add_(2**-33).clamp_(max=1 - 2**-24)
+    # small u decide the argmax: 1 - u would round them away, log1p keeps them
+    return u.neg_().log1p_().neg_().log_().neg_()
+
+
+def _word(x: Tensor | int) -> Any:
+    """Return the lowest 32 bits as a signed number."""
+    word = ((x & 2**32 - 1) ^ 2**31) - 2**31
+    return word.int() if isinstance(word, Tensor) else word
+
+
+_SIGNED = [_word(factor) for factor in HASH_FACTORS]
+
+
+def _mix(h: Tensor, shift: int, factor: int = 1) -> Tensor:
+    """Fold the high bits into the low ones and multiply, in place."""
+    h ^= (h >> shift) & 2 ** (32 - shift) - 1
+    h *= factor
+    return h
+
+
+def noise_of_rows(noise: Noise, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return the noise of rows [n, width], and what it is scaled by [n, 1]."""
+    per_request = rows // noise.scales.shape[0]
+    scales = noise.scales.repeat_interleave(per_request)[:, None]
+    return gumbel(noise.keys[:, :per_request].flatten(), width), scales
+
+
+def capped(logits: Tensor, logit_cap: float) -> Tensor:
+    """Return logits in fp32, soft-capped by tanh if there is a cap."""
+    logits = logits.float()
+    return logit_cap * torch.tanh(logits / logit_cap) if logit_cap > 0 else logits

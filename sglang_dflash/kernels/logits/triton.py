@@ -1,0 +1,79 @@
+"""What the kernels on logits share: logit cap, Gumbel noise, argmax, and rows split into parts.
+
+A row of logits is split into parts, one program each, so that few rows still fill the GPU.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sglang_dflash.kernels.logits.reference import HASH_FACTORS
+
+# programs to aim for: about eight per multiprocessor of an H200
+PROGRAMS = 1056
+_FACTOR_0, _FACTOR_1, _FACTOR_2, _FACTOR_3, _FACTOR_4 = map(tl.constexpr, HASH_FACTORS)
+
+
+@triton.jit
+def capped(x, LOGIT_CAP: tl.constexpr):
+    """Return logits in fp32, soft-capped by tanh if there is a cap."""
+    x = x.to(tl.float32)
+    if LOGIT_CAP > 0:
+        # tanh by the sigmoid, which saturates without overflow
+        x = (2.0 * tl.sigmoid(2.0 * (x / LOGIT_CAP)) - 1.0) * LOGIT_CAP
+    return x
+
+
+@triton.jit
+def gumbel(key, column):
+    """Do what the twin does, for int64 keys and int32 columns that broadcast."""
+    h = column.to(tl.uint32) * _FACTOR_0 + key.to(tl.uint32)
+    h = (h ^ (h >> 16)) * _FACTOR_1
+    h = (h ^ (h >> 13)) * _FACTOR_2
+    h = (h ^ (h >> 16)) + (key >> 32).to(tl.uint32)
+    h = (h ^ (h >> 15)) * _FACTOR_3
+    h = (h ^ (h >> 12)) * _FACTOR_4
+    h = h ^ (h >> 15)
+    u = tl.minimum(h.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
+    # 1 - u rounds to 1 for small u, which decide the argmax: use the series
+    waited = tl.where(u < 1e-3, u * (1.0 + u * (0.5 + u / 3.0)), -tl.log(1.0 - u))
+    return -tl.log(waited)
+
+
+@triton.jit
+def keep_better(x, column, best, at):
+    """Replace what each lane has by a higher value; of equals a lane keeps the first."""
+    better = x > best
+    return tl.where(better, x, best), tl.where(better, column, at)
+
+
+@triton.jit
+def first_index(is_highest, index, none, AXIS: tl.constexpr):
+    """Return the lowest index among the highest values, which wins as in torch."""
+    return tl.min(tl.where(is_highest, index, none), AXIS)
+
+
+@triton.jit
+def store_winner(best, at, values, indices, out, width):
+    """Store the highest value of all lanes, and the first column that has it."""
+    peak = tl.max(best, 0)
+    column = first_index(best == peak, at, width, 0)
+    tl.store(values + out, peak)
+    tl.store(indices + out, column)
+
+
+@triton.jit
+def part_bounds(part, part_width, width):
+    """Return the first column of a part, and the one behind its last."""
+    begin = part * part_width
+    return begin, tl.minimum(begin + part_width, width)
+
+
+def split_rows(rows: int, width: int, block: int) -> tuple[int, int]:
+    """Return how many parts each row is split into, and the width of a part."""
+    blocks = triton.cdiv(width, block)
+    parts = min(blocks, max(1, triton.cdiv(PROGRAMS, rows)))
+    part_width = triton.cdiv(blocks, parts) * block
+    return triton.cdiv(width, part_width), part_width

@@ -1,0 +1,1 @@
+"""Tokens from logits: argmax, Gumbel-max, top-k and top-p, block verification."""
