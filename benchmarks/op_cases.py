@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from benchmarks.op_inputs import Inputs, Sizes
 from benchmarks.sglang_ops import SGLang
 from sglang_dflash.kernels import TORCH, Noise, Ops
-from sglang_dflash.kernels.attention.prefix_index import index_prefixes
 
 Call = Callable[[int], object]  # takes which weight's turn it is
 
@@ -36,7 +35,7 @@ def cases(requests: int, ops: Ops, sizes: Sizes, dtype: torch.dtype, device: str
     maker = Maker(requests, sizes, dtype, device)
     theirs = SGLang.find()
     yield maker.build_block(ops, theirs)
-    yield maker.index_prefixes(theirs)
+    yield maker.index_prefixes(ops, theirs)
     yield from maker.layer_norms(ops, theirs)
     yield maker.norm_and_turn(ops, theirs)
     yield from maker.products(ops, theirs)
@@ -77,7 +76,7 @@ class Maker(Inputs):
             ),
         )
 
-    def index_prefixes(self, theirs: SGLang | None) -> Case:
+    def index_prefixes(self, ops: Ops, theirs: SGLang | None) -> Case:
         bounds = torch.zeros(self.requests + 1, dtype=torch.int32, device=self.device)
         slots = self.whole(9, self.requests * self.sizes.context)
 
@@ -92,7 +91,7 @@ class Maker(Inputs):
         return Case(
             "index of prefixes",
             moved,
-            lambda turn: index_prefixes(self.table, self.pool_rows, self.lens, bounds, slots),
+            lambda turn: ops.index_prefixes(self.table, self.pool_rows, self.lens, bounds, slots),
             None,
             theirs and sglang,
         )

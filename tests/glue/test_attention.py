@@ -12,6 +12,7 @@ from torch import nn
 
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.models import verify_backend
+from sglang_dflash.kernels import triton_ops
 
 # heads, KV heads, width of keys, width of values
 Shape = tuple[int, int, int, int]
@@ -57,7 +58,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
     card = SimpleNamespace(multi_processor_count=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     return lambda runner: verify_backend.install_verify_attention(
-        runner, max_requests=4, block_size=4
+        runner, triton_ops(), max_requests=4, block_size=4
     )
 
 

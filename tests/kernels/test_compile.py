@@ -94,7 +94,7 @@ def test_every_kernel_compiles(compiled: set[str], capability: int) -> None:
 def launch_products() -> None:
     for (width, depth), tile in thin_linear.TILES.items():
         x = torch.empty(BLOCK, depth, dtype=torch.bfloat16, device="meta")
-        thin_linear.thin_linear(x, x.new_empty(width, depth), tile=tile)
+        thin_linear.multiply(x, x.new_empty(width, depth), tile)
 
 
 def launch_attention(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:

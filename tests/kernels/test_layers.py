@@ -11,7 +11,7 @@ from tests.kernels.interpreter import DEVICE, INTERPRETED, hold_in_the_interpret
 if INTERPRETED or torch.cuda.is_available():
     from sglang_dflash.kernels.gemma_layer.qkv_norm import norm_and_turn
     from sglang_dflash.kernels.gemma_layer.residual_norm import norm_add_norm
-    from sglang_dflash.kernels.gemma_layer.thin_linear import Tile, thin_linear
+    from sglang_dflash.kernels.gemma_layer.thin_linear import Tile, multiply
 
 TYPES = [torch.float32, torch.bfloat16]
 
@@ -28,7 +28,7 @@ def test_parts_of_a_thin_product_add_up(splits: int, rows: int, dtype: torch.dty
     """Seven blocks of depth in three parts, and a width that no tile divides."""
     torch.manual_seed(rows)
     x, weight = draw(rows, 224, dtype=dtype), draw(200, 224, dtype=dtype)
-    parts = thin_linear(x, weight, tile=Tile(64, 32, splits, 4, 3, prefetch=64))
+    parts = multiply(x, weight, Tile(64, 32, splits, 4, 3, prefetch=64))
     assert parts.shape == (splits, rows, 200)
     exact = x.double() @ weight.double().T
     # fp32 sums of 224 products of order one; a single part is rounded to x's type

@@ -12,9 +12,6 @@ from sglang_dflash.types import Verdict
 from tests.kernels.interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
 if INTERPRETED or torch.cuda.is_available():
-    from sglang_dflash.kernels.attention import reference
-    from sglang_dflash.kernels.attention.prefix_index import index_prefixes
-
     TRITON = triton_ops()
 
 
@@ -299,7 +296,7 @@ def test_index_prefixes(window: int) -> None:
     rows = torch.randperm(12, device=DEVICE)[:6]
     slot_map = torch.randperm(5000, device=DEVICE)
     found = []
-    for index in (reference.index_prefixes, index_prefixes):
+    for index in (TORCH.index_prefixes, TRITON.index_prefixes):
         bounds = torch.full((7,), -1, dtype=torch.int32, device=DEVICE)
         slots = torch.full((4000,), -1, dtype=torch.int64, device=DEVICE)
         starts = torch.full((6,), -1, dtype=torch.int32, device=DEVICE)

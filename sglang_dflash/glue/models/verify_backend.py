@@ -14,30 +14,29 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.glue import changes, compat
+from sglang_dflash.kernels import Ops
 
 logger = logging.getLogger(__name__)
 
 
-def install_verify_attention(runner: Any, *, max_requests: int, block_size: int) -> str:
+def install_verify_attention(runner: Any, ops: Ops, *, max_requests: int, block_size: int) -> str:
     """Let our kernel serve the target's blocks, before graphs are captured; return what serves.
 
     Another backend keeps its own kernel. So does the Triton backend in a mode, or with a layer,
     that ours does not know; the reason is logged and returned.
     """
     backend = runner.attn_backend
-    if not isinstance(backend, compat.TritonAttnBackend):
+    if not isinstance(backend, compat.TritonAttnBackend) or ops.verify_attention is None:
         return type(backend).__name__
-    from sglang_dflash.kernels.attention.verify import VerifyAttention
-
     shapes = _layer_shapes(runner.model)
     foreign = _foreign_mode(backend) or _foreign_layers(shapes)
     if foreign is not None:
         logger.warning("DFLASH: SGLang's prefill kernel serves verify blocks: %s.", foreign)
         return f"{type(backend).__name__}: {foreign}"
-    attention = VerifyAttention(
+    attention = ops.verify_attention(
         max_requests, block_size, shapes=shapes, dtype=runner.dtype, device=runner.device
     )
-    VerifyBackend(backend, attention, block_size).install()
+    VerifyBackend(backend, ops, attention, block_size).install()
     return "sglang_dflash.verify_attention"
 
 
@@ -127,13 +126,11 @@ def plan_in_graph(draft_backend: Any) -> None:
 class VerifyBackend:
     """The verify half of one Triton backend."""
 
-    def __init__(self, backend: Any, attention: Any, block_size: int) -> None:
-        from sglang_dflash.kernels.attention.prefix_index import index_prefixes
-
+    def __init__(self, backend: Any, ops: Ops, attention: Any, block_size: int) -> None:
         self._backend = backend
         self._attention = attention
         self._block_size = block_size
-        self._index_prefixes = index_prefixes
+        self._index_prefixes = ops.index_prefixes
         self._run_layer = backend.forward_extend
         self._warned = False
         bounds = torch.arange(backend.qo_indptr.shape[0], device=backend.device)

@@ -141,7 +141,10 @@ class DFlashWorker(compat.BaseSpecWorker):
         """Choose the kernels, once; SGLang has built the target's backend just before."""
         super().init_attention_backends()
         self.verify_kernel = install_verify_attention(
-            self.model_runner, max_requests=self.max_requests, block_size=self.config.block_size
+            self.model_runner,
+            self.ops,
+            max_requests=self.max_requests,
+            block_size=self.config.block_size,
         )
         if self.config.draft_backend in FLASH_BACKENDS:
             plan_in_graph(self.runtime.draft_runner.attn_backend)

@@ -123,8 +123,8 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.managers.scheduler",
         "Scheduler",
         attributes=names(
-            """chunked_req draft_worker enable_overlap last_batch metrics_collector metrics_reporter ps
-            result_queue running_batch server_args spec_algorithm token_to_kv_pool_allocator
+            """chunked_req draft_worker enable_overlap last_batch metrics_collector metrics_reporter
+            ps result_queue running_batch server_args spec_algorithm token_to_kv_pool_allocator
             is_fully_idle flush_cache process_batch_result"""
         ),
     ),

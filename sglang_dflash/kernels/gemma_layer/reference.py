@@ -59,6 +59,9 @@ def norm_add_norm(
 def thin_linear(
     x: Tensor,  # [n, K]
     weight: Tensor,  # [N, K]
-) -> Tensor:
-    """Return the product as one part [1, n, N] in x's type; a kernel may give several, in fp32."""
+) -> Tensor | None:
+    """Return the product as split-K partial sums: here one, [1, n, N] in x's type.
+
+    A kernel may give several, in fp32, or None where the library's product is the better one.
+    """
     return torch.matmul(x, weight.T)[None]

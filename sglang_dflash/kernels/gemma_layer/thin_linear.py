@@ -101,23 +101,18 @@ def _ask_the_cache(rows, COUNT: tl.constexpr):
     )
 
 
-def thin_linear(x: Tensor, weight: Tensor, *, tile: Tile | None = None) -> Tensor | None:
-    """Return parts [S, n, N] whose sum is what `reference.thin_linear` gives, in fp32 where there
-    are several; None where the library's product is the better one."""
-    width = weight.shape[0]
-    if tile is None and x.shape[0] <= MEASURED_ROWS:
-        tile = TILES.get((width, weight.shape[1]))
-    if tile is None:
-        return None
-    dtype = x.dtype if tile.splits == 1 else torch.float32
-    out = torch.empty(tile.splits, x.shape[0], width, dtype=dtype, device=x.device)
-    _launch(x, weight, out, tile)
-    return out
+def thin_linear(x: Tensor, weight: Tensor) -> Tensor | None:
+    """Do what `reference.thin_linear` does; None for more rows and other shapes than measured."""
+    tile = TILES.get((weight.shape[0], weight.shape[1]))
+    return None if tile is None or x.shape[0] > MEASURED_ROWS else multiply(x, weight, tile)
 
 
-def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile) -> None:
+def multiply(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
+    """Return split-K partial sums [S, n, N] of the product: fp32, or x's type for a single one."""
     rows, depth = x.shape
     width = weight.shape[0]
+    dtype = x.dtype if tile.splits == 1 else torch.float32
+    out = torch.empty(tile.splits, rows, width, dtype=dtype, device=x.device)
     assert rows <= MAX_ROWS and depth % tile.block_k == 0, (x.shape, tile)
     # no program may ask past its own share of the depth
     assert tile.prefetch <= depth // tile.block_k // tile.splits * tile.block_k, tile
@@ -134,3 +129,4 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile) -> None:
         num_stages=tile.num_stages,
         **pdl.launch_options(x.device.type),
     )
+    return out

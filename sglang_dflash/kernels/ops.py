@@ -1,0 +1,40 @@
+"""Every op of a step by name, as its torch twin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_dflash.kernels.accept import reference as accept
+from sglang_dflash.kernels.attention import reference as attention
+from sglang_dflash.kernels.block import reference as block
+from sglang_dflash.kernels.context import reference as context
+from sglang_dflash.kernels.gemma_layer import reference as gemma_layer
+from sglang_dflash.kernels.sampling import reference as sampling
+
+if TYPE_CHECKING:
+    from sglang_dflash.kernels.attention.verify import VerifyAttention
+
+
+class Ops:
+    """One implementation of every op: here the twins, which run on a CPU.
+
+    A subclass has kernels instead, each with its twin's signature: mypy holds it to the types, a
+    test to the rest. No op of a step reads a tensor on the host, so each is safe under CUDA-graph
+    capture and costs no synchronisation; the twin of `index_prefixes` does, and serves tests only.
+    """
+
+    name = "torch"
+    build_block = staticmethod(block.build_block)
+    accept_block = staticmethod(accept.accept_block)
+    context_hidden = staticmethod(context.context_hidden)
+    write_context = staticmethod(context.write_context)
+    argmax_rows = staticmethod(sampling.argmax_rows)
+    argmax_and_sample = staticmethod(sampling.argmax_and_sample)
+    sample_rows = staticmethod(sampling.sample_rows)
+    reject_by_block = staticmethod(sampling.reject_by_block)
+    norm_and_turn = staticmethod(gemma_layer.norm_and_turn)
+    norm_add_norm = staticmethod(gemma_layer.norm_add_norm)
+    thin_linear = staticmethod(gemma_layer.thin_linear)
+    index_prefixes = staticmethod(attention.index_prefixes)
+    # a class, for it keeps scratch from call to call; a CPU attends by `paged_attention` instead
+    verify_attention: type[VerifyAttention] | None = None

@@ -1,0 +1,38 @@
+"""Every kernel is called as its twin is: whoever calls an op does not know which one runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import Signature, signature
+
+import pytest
+
+from sglang_dflash.kernels import Ops
+from sglang_dflash.kernels.attention import reference
+from sglang_dflash.kernels.attention.verify import VerifyAttention
+from sglang_dflash.kernels.gpu_ops import TritonOps
+
+OPS = sorted(name for name, value in vars(Ops).items() if isinstance(value, staticmethod))
+
+
+def without_self(method: Callable[..., object]) -> Signature:
+    found = signature(method)
+    return found.replace(parameters=list(found.parameters.values())[1:])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_kernel_has_the_signature_of_its_twin(op: str) -> None:
+    """Names, order, kinds, defaults and annotations."""
+    twin, kernel = getattr(Ops, op), getattr(TritonOps, op)
+    assert kernel is not twin, "a GPU would run the twin"
+    assert signature(kernel) == signature(twin)
+
+
+def test_verify_attention_has_the_signature_of_its_twin() -> None:
+    assert TritonOps.verify_attention is VerifyAttention
+    assert without_self(VerifyAttention.run) == signature(reference.verify_attention)
+
+
+def test_whatever_ops_names_is_compared() -> None:
+    public = {name for name in vars(Ops) if not name.startswith("_")}
+    assert public - set(OPS) == {"name", "verify_attention"}
