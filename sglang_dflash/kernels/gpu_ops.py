@@ -28,3 +28,8 @@ class TritonOps(Ops):
     thin_linear = staticmethod(thin_linear.thin_linear)
     index_prefixes = staticmethod(prefix_index.index_prefixes)
     verify_attention = verify.VerifyAttention
+
+    def describe(self) -> dict[str, str]:
+        """Return what runs each op, and which products of few rows are ours."""
+        found = super().describe()
+        return found | {"thin_linear": f"{found['thin_linear']} ({thin_linear.served()})"}

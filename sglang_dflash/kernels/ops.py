@@ -38,3 +38,12 @@ class Ops:
     index_prefixes = staticmethod(attention.index_prefixes)
     # a class, for it keeps scratch from call to call; a CPU attends by `paged_attention` instead
     verify_attention: type[VerifyAttention] | None = None
+
+    def describe(self) -> dict[str, str]:
+        """Return what runs each op, by its name, unless the engine keeps an op of its own."""
+        names = [name for name, value in vars(Ops).items() if isinstance(value, staticmethod)]
+        return {name: self._runs(name) for name in (*names, "verify_attention")}
+
+    def _runs(self, op: str) -> str:
+        is_twin = getattr(self, op) is getattr(Ops, op)
+        return "torch" if is_twin else f"sglang_dflash.{self.name}"

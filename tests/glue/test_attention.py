@@ -98,6 +98,19 @@ def test_another_backend_is_left_alone(install: Any) -> None:
     assert install(make_runner(SimpleNamespace(), GROUPED)) == "SimpleNamespace"
 
 
+def test_what_runs_the_ops_of_attention_is_told(install: Any) -> None:
+    def told(backend: Any) -> dict[str, str]:
+        return verify_backend.describe_verify_attention(
+            install(make_runner(backend, GROUPED)), triton_ops()
+        )
+
+    assert told(make_backend()) == {}
+    kept = "sglang (TritonAttnBackend: deterministic inference asks for its own)"
+    found = told(make_backend(enable_deterministic=True))
+    assert found == {"verify_attention": kept, "index_prefixes": kept}
+    assert set(found) <= set(triton_ops().describe())
+
+
 def test_sliding_layers_with_a_pool_of_their_own_have_slots_of_their_own(install: Any) -> None:
     """Without the mapping our kernel would read other requests' keys."""
     pool = object.__new__(compat.SWAKVPool)

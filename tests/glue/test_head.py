@@ -59,6 +59,43 @@ def test_a_part_of_a_vocabulary_that_says_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("device", "settings", "reason"),
+    [
+        ("cuda", [{}], None),
+        ("cpu", [{}], "a CPU gains nothing by others"),
+        ("cuda", [], "the model has 0 logits processors, and ours stands in for one"),
+        ("cuda", [{}, {}], "the model has 2 logits processors, and ours stands in for one"),
+        ("cuda", [{"logit_scale": 0.5}], "the model scales its logits"),
+        (
+            "cuda",
+            [{"do_tensor_parallel_all_gather_dp_attn": True}],
+            "data-parallel attention gathers them",
+        ),
+    ],
+    ids=["ours", "CPU", "no processor", "two processors", "scaled", "gathered"],
+)
+def test_sglangs_logits_are_kept_with_a_reason(
+    device: str, settings: list[dict[str, Any]], reason: str | None
+) -> None:
+    """Half a gigabyte of fp32 a step, and nobody would know why."""
+    processors = []
+    for changed in settings:
+        processor = object.__new__(compat.LogitsProcessor)
+        nn.Module.__init__(processor)
+        plain = {"logit_scale": None, "do_tensor_parallel_all_gather_dp_attn": False}
+        for name, value in {**plain, "final_logit_softcapping": 30.0, **changed}.items():
+            setattr(processor, name, value)
+        processors.append(processor)
+    found = heads.VerifyHead(nn.ModuleList(processors), TORCH, device_type=device)
+    if reason is None:
+        assert found.serves == "sglang_dflash (logits in the head's type, capped on the fly)"
+        assert found.cap == 30.0
+    else:
+        assert (found.serves, found.cap) == (f"sglang (fp32 logits: {reason})", 0.0)
+    assert all(("_get_logits" in vars(each)) == (reason is None) for each in processors)
+
+
+@pytest.mark.parametrize(
     ("tensors", "found"),
     [
         ({"weight": torch.zeros(VOCAB, HIDDEN).to(torch.float8_e4m3fn)}, "float8_e4m3fn"),

@@ -33,6 +33,15 @@ def test_verify_attention_has_the_signature_of_its_twin() -> None:
     assert without_self(VerifyAttention.run) == signature(reference.verify_attention)
 
 
+def test_each_op_says_what_runs_it() -> None:
+    """Thin products, which fall back by shape, name the shapes that are ours."""
+    found = TritonOps().describe()
+    assert set(found) == {*OPS, "verify_attention"}
+    products = found.pop("thin_linear")
+    assert set(found.values()) == {"sglang_dflash.triton"}
+    assert "5376 x 21504; other products are the library's" in products
+
+
 def test_whatever_ops_names_is_compared() -> None:
     public = {name for name in vars(Ops) if not name.startswith("_")}
-    assert public - set(OPS) == {"name", "verify_attention"}
+    assert public - set(OPS) == {"name", "describe", "verify_attention"}

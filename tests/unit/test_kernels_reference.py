@@ -240,6 +240,7 @@ def test_prefixes_are_laid_end_to_end() -> None:
 
 def test_unknown_device_is_refused_by_name() -> None:
     assert choose("cpu") is TORCH
+    assert set(TORCH.describe().values()) == {"torch"}
     with pytest.raises(ValueError, match="no ops for device 'xpu'; it has cpu, cuda"):
         choose("xpu")
 

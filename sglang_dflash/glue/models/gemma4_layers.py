@@ -32,6 +32,14 @@ def install_fused_layers(model: Any, ops: Ops) -> str:
     return f"sglang_dflash.{ops.name}"
 
 
+def describe_layers(serves: str, ops: Ops) -> dict[str, str]:
+    """Return what runs the ops of a layer, by what serves the layers; nothing where ours do."""
+    if serves == f"sglang_dflash.{ops.name}":
+        return {}
+    kept = "sglang (the fused layer is Gemma 4's)" if serves == "sglang" else serves
+    return dict.fromkeys(("norm_and_turn", "norm_add_norm", "thin_linear"), kept)
+
+
 def fold_router_scales(model: Any) -> None:
     """Fold the scale of every Gemma-4 router into its norm again, after new weights.
 

@@ -151,12 +151,12 @@ class VerifyHead:
         self._ops = ops
         self.cap = 0.0
         processors = [m for m in target_model.modules() if isinstance(m, compat.LogitsProcessor)]
-        # SGLang's own logits on a CPU, and for models that scale or DP-gather them
-        if device_type == "cpu" or len(processors) != 1:
+        reason = _why_sglangs_logits(processors, device_type)
+        if reason is not None:
+            self.serves = f"sglang (fp32 logits: {reason})"
             return
+        self.serves = "sglang_dflash (logits in the head's type, capped on the fly)"
         processor = processors[0]
-        if processor.logit_scale is not None or processor.do_tensor_parallel_all_gather_dp_attn:
-            return
         self.cap = float(processor.final_logit_softcapping or 0.0)
         changes.replace(
             processor,
@@ -175,6 +175,19 @@ class VerifyHead:
         if self.cap:
             compat.fused_softcap(logits, self.cap)
         return logits
+
+
+def _why_sglangs_logits(processors: list[Any], device_type: str) -> str | None:
+    """Return why a verify pass keeps SGLang's logits; None where it need not."""
+    if device_type == "cpu":
+        return "a CPU gains nothing by others"
+    if len(processors) != 1:
+        return f"the model has {len(processors)} logits processors, and ours stands in for one"
+    if processors[0].logit_scale is not None:
+        return "the model scales its logits"
+    if processors[0].do_tensor_parallel_all_gather_dp_attn:
+        return "data-parallel attention gathers them"
+    return None
 
 
 def _raw_when_verifying(processor: Any, original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -18,6 +18,8 @@ from sglang_dflash.kernels import Ops
 
 logger = logging.getLogger(__name__)
 
+OURS = "sglang_dflash.verify_attention"
+
 
 def install_verify_attention(runner: Any, ops: Ops, *, max_requests: int, block_size: int) -> str:
     """Let our kernel serve the target's blocks, before graphs are captured; return what serves.
@@ -37,7 +39,16 @@ def install_verify_attention(runner: Any, ops: Ops, *, max_requests: int, block_
         max_requests, block_size, shapes=shapes, dtype=runner.dtype, device=runner.device
     )
     VerifyBackend(backend, ops, attention, block_size).install()
-    return "sglang_dflash.verify_attention"
+    return OURS
+
+
+def describe_verify_attention(serves: str, ops: Ops) -> dict[str, str]:
+    """Return what runs the ops of verify attention, by what serves; nothing where ours do."""
+    if serves == OURS:
+        return {}
+    # on a CPU the backend is ours, too, and attends by the twins' `paged_attention`
+    kept = f"torch ({serves})" if ops.verify_attention is None else f"sglang ({serves})"
+    return {"verify_attention": kept, "index_prefixes": kept}
 
 
 def _foreign_mode(backend: Any) -> str | None:

@@ -20,8 +20,12 @@ from sglang_dflash.glue import changes, compat, release
 from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 from sglang_dflash.glue.after_step.request_end import count_steps_in
 from sglang_dflash.glue.models.draft_model import DFlashDraftModel
-from sglang_dflash.glue.models.gemma4_layers import install_fused_layers
-from sglang_dflash.glue.models.verify_backend import install_verify_attention, plan_in_graph
+from sglang_dflash.glue.models.gemma4_layers import describe_layers, install_fused_layers
+from sglang_dflash.glue.models.verify_backend import (
+    describe_verify_attention,
+    install_verify_attention,
+    plan_in_graph,
+)
 from sglang_dflash.glue.models.weight_updates import TargetUpdates
 from sglang_dflash.glue.startup.server_args import resolve_config
 from sglang_dflash.glue.step.batch_host import BatchHost, take_features
@@ -104,8 +108,18 @@ class DFlashWorker(compat.BaseSpecWorker):
             "ops": self.ops.name,
             "verify_attention": self.verify_kernel,
             "layers": self.layers,
+            "kernels": self.describe_kernels(),
             "alarm_below": self.book.alarm.threshold,
             **self.config.summary(),
+        }
+
+    def describe_kernels(self) -> dict[str, str]:
+        """Return what runs each op here, with the reason where it is not ours."""
+        return {
+            **self.ops.describe(),
+            **describe_verify_attention(self.verify_kernel, self.ops),
+            **describe_layers(self.layers, self.ops),
+            "verify_logits": self.runtime.verify_head.serves,
         }
 
     @property

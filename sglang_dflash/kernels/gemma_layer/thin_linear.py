@@ -107,6 +107,12 @@ def thin_linear(x: Tensor, weight: Tensor) -> Tensor | None:
     return None if tile is None or x.shape[0] > MEASURED_ROWS else multiply(x, weight, tile)
 
 
+def served() -> str:
+    """Return which products are ours, and who has the others."""
+    shapes = ", ".join(f"{width} x {depth}" for width, depth in TILES)
+    return f"up to {MEASURED_ROWS} rows and weights of {shapes}; other products are the library's"
+
+
 def multiply(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
     """Return split-K partial sums [S, n, N] of the product: fp32, or x's type for a single one."""
     rows, depth = x.shape
