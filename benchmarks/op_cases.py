@@ -37,7 +37,7 @@ def cases(requests: int, ops: Ops, sizes: Sizes, dtype: torch.dtype, device: str
     yield maker.build_block(ops, theirs)
     yield maker.index_prefixes(ops, theirs)
     yield from maker.layer_norms(ops, theirs)
-    yield maker.norm_and_turn(ops, theirs)
+    yield maker.norm_and_rotate_qkv(ops, theirs)
     yield from maker.products(ops, theirs)
     yield maker.argmax_rows(ops)
     yield maker.argmax_rows(ops, maker.noise())
@@ -132,7 +132,7 @@ class Maker(Inputs):
                 next_weights=(weight,) * following,
                 scale=scale,
                 eps=1e-6,
-                beside=(branch, weight, weight) if joined else None,
+                expert_branch=(branch, weight, weight) if joined else None,
             )
 
         for name, following, scale, joined, other in (
@@ -149,13 +149,13 @@ class Maker(Inputs):
                 theirs and other,
             )
 
-    def norm_and_turn(self, ops: Ops, theirs: SGLang | None) -> Case:
+    def norm_and_rotate_qkv(self, ops: Ops, theirs: SGLang | None) -> Case:
         s = self.sizes
         qkv = self.normal(self.rows, (s.q_heads + 2 * s.kv_heads) * s.head_dim)
         weight, cos_sin = self.normal(s.head_dim), self.cos_sin(s.head_dim)
 
         def call(which: Ops) -> Call:
-            return lambda turn: which.norm_and_turn(
+            return lambda turn: which.norm_and_rotate_qkv(
                 *(qkv, self.positions),
                 q_weight=weight,
                 k_weight=weight,

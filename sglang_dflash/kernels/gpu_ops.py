@@ -23,7 +23,7 @@ class TritonOps(Ops):
     argmax_and_sample = staticmethod(argmax.argmax_and_sample)
     sample_rows = staticmethod(top_k.sample_rows)
     reject_by_block = staticmethod(rejection.reject_by_block)
-    norm_and_turn = staticmethod(qkv_norm.norm_and_turn)
+    norm_and_rotate_qkv = staticmethod(qkv_norm.norm_and_rotate_qkv)
     norm_add_norm = staticmethod(residual_norm.norm_add_norm)
     thin_linear = staticmethod(thin_linear.thin_linear)
     index_prefixes = staticmethod(prefix_index.index_prefixes)

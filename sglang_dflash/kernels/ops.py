@@ -32,7 +32,7 @@ class Ops:
     argmax_and_sample = staticmethod(sampling.argmax_and_sample)
     sample_rows = staticmethod(sampling.sample_rows)
     reject_by_block = staticmethod(sampling.reject_by_block)
-    norm_and_turn = staticmethod(gemma_layer.norm_and_turn)
+    norm_and_rotate_qkv = staticmethod(gemma_layer.norm_and_rotate_qkv)
     norm_add_norm = staticmethod(gemma_layer.norm_add_norm)
     thin_linear = staticmethod(gemma_layer.thin_linear)
     index_prefixes = staticmethod(attention.index_prefixes)

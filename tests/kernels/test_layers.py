@@ -9,7 +9,7 @@ from sglang_dflash.kernels.gemma_layer import reference
 from tests.kernels.interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
 if INTERPRETED or torch.cuda.is_available():
-    from sglang_dflash.kernels.gemma_layer.qkv_norm import norm_and_turn
+    from sglang_dflash.kernels.gemma_layer.qkv_norm import norm_and_rotate_qkv
     from sglang_dflash.kernels.gemma_layer.residual_norm import norm_add_norm
     from sglang_dflash.kernels.gemma_layer.thin_linear import Tile, multiply
 
@@ -41,7 +41,7 @@ def test_parts_of_a_thin_product_add_up(splits: int, rows: int, dtype: torch.dty
 @runs_kernel
 @pytest.mark.parametrize("dtype", TYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(4, 2, 64), (8, 1, 512), (3, 3, 40)])
-def test_norm_and_turn(q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+def test_norm_and_rotate_qkv(q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(dim)
     angles = torch.arange(50)[:, None] * 1000.0 ** (-torch.arange(dim // 2) / dim)
     arguments = {
@@ -56,8 +56,8 @@ def test_norm_and_turn(q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype
     # a slice of a wider buffer, whose other columns must stay
     wide = draw(5, (q_heads + 2 * kv_heads) * dim + 7, dtype=dtype)
     found, expected = wide.clone(), wide.clone()
-    norm_and_turn(found[:, :-7], positions, **arguments)
-    reference.norm_and_turn(expected[:, :-7], positions, **arguments)
+    norm_and_rotate_qkv(found[:, :-7], positions, **arguments)
+    reference.norm_and_rotate_qkv(expected[:, :-7], positions, **arguments)
     tolerance = 1e-5 if dtype == torch.float32 else 4e-2
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     assert (found[:, -7:] == wide[:, -7:]).all()
@@ -77,7 +77,7 @@ def test_norm_add_norm(experts: bool, following: int, splits: int, dtype: torch.
         "next_weights": [draw(600, dtype=dtype) for _ in range(following)],
         "scale": torch.tensor([0.7], device=DEVICE, dtype=dtype) if following < 3 else None,
         "eps": 1e-6,
-        "beside": (draw(7, 600, dtype=dtype), draw(600, dtype=dtype), draw(600, dtype=dtype))
+        "expert_branch": (draw(7, 600, dtype=dtype), draw(600, dtype=dtype), draw(600, dtype=dtype))
         if experts
         else None,
     }

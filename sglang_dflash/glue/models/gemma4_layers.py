@@ -37,7 +37,7 @@ def describe_layers(serves: str, ops: Ops) -> dict[str, str]:
     if serves == f"sglang_dflash.{ops.name}":
         return {}
     kept = "sglang (the fused layer is Gemma 4's)" if serves == "sglang" else serves
-    return dict.fromkeys(("norm_and_turn", "norm_add_norm", "thin_linear"), kept)
+    return dict.fromkeys(("norm_and_rotate_qkv", "norm_add_norm", "thin_linear"), kept)
 
 
 def fold_router_scales(model: Any) -> None:
@@ -117,7 +117,7 @@ class FusedLayer:
             next_weights=() if following is None else (following.first_norm,),
             scale=layer.layer_scalar,
             eps=layer.post_feedforward_layernorm.variance_epsilon,
-            beside=self._ask_experts(*normed[1:]) if layer.enable_moe_block else None,
+            expert_branch=self._expert_branch(*normed[1:]) if layer.enable_moe_block else None,
         )
         if following is not None:
             following._ready = (result, ready[0])
@@ -136,10 +136,10 @@ class FusedLayer:
             layer.pre_feedforward_layernorm_2.weight,
         )
 
-    def _ask_experts(
+    def _expert_branch(
         self, for_router: Tensor, for_experts: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the experts answer, [n, H], and the norms of the MLP's result and of it."""
+        """Return the experts' output [n, H], and the norm weights of the MLP's sum and of it."""
         layer = self._layer
         answer = layer.moe(for_experts, layer.router.proj(for_router)[0])
         mlp_norm, own_norm = layer.post_feedforward_layernorm_1, layer.post_feedforward_layernorm_2
@@ -156,11 +156,11 @@ class FusedLayer:
         return self._layer.input_layernorm(hidden_states)
 
     def _attend(self, x: Tensor, positions: Tensor, forward_batch: Any) -> Tensor:
-        """Return attention's result in parts, [S, n, H]."""
+        """Return attention's result as split-K partial sums, [S, n, H]."""
         own = self._layer.self_attn
-        parts = self._multiply(x, own.qkv_proj)
-        qkv = parts[0] if len(parts) == 1 else parts.sum(0).to(x.dtype)
-        self._ops.norm_and_turn(
+        partial_sums = self._multiply(x, own.qkv_proj)
+        qkv = partial_sums[0] if len(partial_sums) == 1 else partial_sums.sum(0).to(x.dtype)
+        self._ops.norm_and_rotate_qkv(
             qkv,
             positions,
             q_weight=own.q_norm.weight,
@@ -176,10 +176,10 @@ class FusedLayer:
         return self._multiply(attended.flatten(1), own.o_proj)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        """Return the MLP's result in parts, [S, n, H]."""
+        """Return the MLP's result as split-K partial sums, [S, n, H]."""
         mlp = self._layer.mlp
         return self._multiply(mlp.act_fn(mlp.gate_up_proj(x)[0]), mlp.down_proj)
 
     def _multiply(self, x: Tensor, linear: Any) -> Tensor:
-        parts = self._ops.thin_linear(x, linear.weight)
-        return linear(x)[0][None] if parts is None else parts
+        partial_sums = self._ops.thin_linear(x, linear.weight)
+        return linear(x)[0][None] if partial_sums is None else partial_sums

@@ -2,8 +2,9 @@
 
 What is fused. One program reads a run of prefix keys and values once for all query heads of a KV
 head and all rows of the block (`group * B` packed rows, in tiles of `block_m`, the value dim in
-`dv_parts`), applies scale, logit cap, window and softmax on the fly and, in a request's last run,
-attends causally over the block's own keys. A second kernel merges the runs of requests cut up.
+`dv_parts`), applies scale, logit cap, window and online softmax and, in a request's last run,
+attends causally over the block's own keys. Requests cut into several runs leave partial results
+with their log-sum-exp, as in flash decoding, which a second kernel merges.
 
 How work is cut. Lengths live on the device, so the grid may not depend on them. The prefixes of the
 batch are cut into runs of one length, at least `min_run` keys and long enough that about
@@ -97,7 +98,7 @@ def _score(query, keys, n, end, oldest, scale, WINDOW: tl.constexpr, LOGIT_CAP: 
 
 @triton.jit
 def _fold(acc, peak, total, scores, values):
-    """Take one tile of keys into the running softmax."""
+    """Take one tile of keys into the online softmax."""
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     # a row that has seen no key yet: -inf minus -inf would be nan
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)

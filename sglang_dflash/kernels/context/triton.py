@@ -55,7 +55,7 @@ def _write_context(
     live = (head < KV_HEADS) & (half < D // 2)
     at = head * D + half
 
-    # the two halves that RoPE turns against each other
+    # the two halves that RoPE rotates into each other
     keys = projected + layer * layer_stride + row * row_stride
     first = tl.load(keys + at, mask=live, other=0.0).to(tl.float32)
     second = tl.load(keys + at + D // 2, mask=live, other=0.0).to(tl.float32)
@@ -64,7 +64,7 @@ def _write_context(
     inside = half < D // 2
     w_first = tl.load(k_norm_weight + half, mask=inside, other=0.0).to(tl.float32)
     w_second = tl.load(k_norm_weight + half + D // 2, mask=inside, other=0.0).to(tl.float32)
-    # the twin rounds the normed key before it turns it
+    # the twin rounds the normed key before it rotates it
     kind = projected.dtype.element_ty
     first = (first * scale * w_first).to(kind).to(tl.float32)
     second = (second * scale * w_second).to(kind).to(tl.float32)

@@ -1,6 +1,6 @@
 """Norms and RoPE of a layer's queries, keys and values, in place, in one launch.
 
-What is fused. Gemma norms every head of q and k with a weight and of v without one, then turns q
+What is fused. Gemma norms every head of q and k with a weight and of v without one, then rotates q
 and k; separately these are two launches, of which the first is slow with many rows.
 
 Layout contract: qkv [n, (q_heads + 2 * kv_heads) * d], adjacent columns, q first, then k, then v;
@@ -24,7 +24,7 @@ TILE = 2048
 
 # fmt: off
 @triton.jit
-def _norm_and_turn(
+def _norm_and_rotate_qkv(
     qkv, positions, q_weight, k_weight, cos_sin, row_stride, cos_sin_stride, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, PDL: tl.constexpr,
@@ -50,7 +50,7 @@ def _norm_and_turn(
     kind = qkv.dtype.element_ty
     first *= scale * _weight(q_weight, k_weight, half, inside, is_query, is_value)
     second *= scale * _weight(q_weight, k_weight, half + D // 2, inside, is_query, is_value)
-    # the twin rounds what is normed before it turns it
+    # the twin rounds what is normed before it rotates it
     first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
     tl.store(at, (first * cos - second * sin).to(kind), mask=live)
     tl.store(at + D // 2, (second * cos + first * sin).to(kind), mask=live)
@@ -63,7 +63,7 @@ def _weight(q_weight, k_weight, column, inside, is_query, is_value):
     return tl.where(is_query, q, tl.where(is_value, 1.0, k))
 
 
-def norm_and_turn(
+def norm_and_rotate_qkv(
     qkv: Tensor,
     positions: Tensor,
     *,
@@ -74,12 +74,12 @@ def norm_and_turn(
     kv_heads: int,
     eps: float,
 ) -> None:
-    """Do what `reference.norm_and_turn` does."""
+    """Do what `reference.norm_and_rotate_qkv` does."""
     heads = q_heads + 2 * kv_heads
     dim = qkv.shape[1] // heads
     block_half = triton.next_power_of_2(dim // 2)
     block_heads = max(1, TILE // (2 * block_half))
-    _norm_and_turn[(qkv.shape[0], triton.cdiv(heads, block_heads))](
+    _norm_and_rotate_qkv[(qkv.shape[0], triton.cdiv(heads, block_heads))](
         *(qkv, positions, q_weight, k_weight, cos_sin, qkv.stride(0), cos_sin.stride(0), eps),
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,

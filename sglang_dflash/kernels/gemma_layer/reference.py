@@ -10,7 +10,7 @@ from torch import Tensor
 from sglang_dflash.kernels.norms import rms_norm, rotate
 
 
-def norm_and_turn(
+def norm_and_rotate_qkv(
     qkv: Tensor,  # [n, (q_heads + 2 * kv_heads) * d], overwritten
     positions: Tensor,  # [n] int64
     *,
@@ -21,7 +21,7 @@ def norm_and_turn(
     kv_heads: int,
     eps: float,
 ) -> None:
-    """Norm every head of q and k with its weight and of v without one; turn q and k."""
+    """Norm every head of q and k with its weight and of v without one; rotate q and k (RoPE)."""
     heads = qkv.unflatten(-1, (q_heads + 2 * kv_heads, -1))
     cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
     q, k, v = heads.split([q_heads, kv_heads, kv_heads], dim=1)
@@ -31,24 +31,25 @@ def norm_and_turn(
 
 
 def norm_add_norm(
-    parts: Tensor,  # [S, n, H]
+    partial_sums: Tensor,  # [S, n, H], of a product split along K
     residual: Tensor,  # [n, H]
     *,
     norm_weight: Tensor,  # [H]
     next_weights: Sequence[Tensor],  # K of [H]
     scale: Tensor | None,  # [1]
     eps: float,
-    beside: tuple[Tensor, Tensor, Tensor] | None = None,  # [n, H], [H], [H]
+    expert_branch: tuple[Tensor, Tensor, Tensor] | None = None,  # [n, H], [H], [H]
 ) -> tuple[Tensor, Tensor]:
     """Return (new residual [n, H], the same normed by each weight [K, n, H]) in residual's type.
 
-    The new residual is (norm(sum of parts) + residual) * scale. `beside` is another branch, a
-    weight for the sum and a weight for it: both are normed by these and added before.
+    The new residual is (norm(sum of partial sums) + residual) * scale. `expert_branch` has the
+    experts' output, the norm weight of the MLP's sum and the norm weight of that output: with it
+    both are normed and added first.
     """
-    x = parts.float().sum(0).to(residual.dtype).float()
-    if beside is not None:
-        branch, first_weight, beside_weight = beside
-        x = rms_norm(x, first_weight, eps) + rms_norm(branch.float(), beside_weight, eps)
+    x = partial_sums.float().sum(0).to(residual.dtype).float()
+    if expert_branch is not None:
+        experts, mlp_weight, experts_weight = expert_branch
+        x = rms_norm(x, mlp_weight, eps) + rms_norm(experts.float(), experts_weight, eps)
     x = rms_norm(x, norm_weight, eps) + residual.float()
     out = (x if scale is None else x * scale.float()).to(residual.dtype)
     if not next_weights:

@@ -1,12 +1,12 @@
 """What stands between two matrix products of a Gemma layer, in one launch.
 
-What is fused. The parts of a product cut along its depth are summed; the sum is normed, added to
-the residual and scaled; the result is stored as the new residual and normed once more for the
+What is fused. The partial sums of a split-K product are added up; the sum is normed, added to the
+residual and scaled; the result is stored as the new residual and normed once more for the
 product that follows. A layer has two of these; separately they are six launches. In a layer with
 experts three products follow the first, and the second joins two branches, each normed before.
 
-Layout contract: parts [S, n, H], residual and beside [n, H], dense; any float type, computed in
-fp32.
+Layout contract: partial_sums [S, n, H], residual and the experts' output [n, H], dense; any float
+type, computed in fp32.
 """
 
 # mypy: allow-untyped-defs
@@ -34,8 +34,8 @@ def _norm(x, weight, eps, WIDTH: tl.constexpr):
 # fmt: off
 @triton.jit
 def _norm_add_norm(
-    parts, residual, beside, first_weight, beside_weight, norm_weight, next_0, next_1, next_2,
-    scale, out, normed, num_rows, eps,
+    partial_sums, residual, experts, mlp_weight, experts_weight, norm_weight,
+    next_0, next_1, next_2, scale, out, normed, num_rows, eps,
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr,
     SCALED: tl.constexpr, FOLLOWING: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -51,15 +51,16 @@ def _norm_add_norm(
         gdc_launch_dependents()
         gdc_wait()
     at = row * WIDTH + column
-    x = tl.load(parts + at, mask=live, other=0.0).to(tl.float32)
+    x = tl.load(partial_sums + at, mask=live, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
-        x += tl.load(parts + split * num_rows * WIDTH + at, mask=live, other=0.0).to(tl.float32)
+        partial_sum = partial_sums + split * num_rows * WIDTH + at
+        x += tl.load(partial_sum, mask=live, other=0.0).to(tl.float32)
     # what a product would have stored
     x = x.to(out.dtype.element_ty).to(tl.float32)
     if JOINED:
-        first = tl.load(first_weight + column, mask=live, other=0.0).to(tl.float32)
-        second = tl.load(beside_weight + column, mask=live, other=0.0).to(tl.float32)
-        other = tl.load(beside + at, mask=live, other=0.0).to(tl.float32)
+        first = tl.load(mlp_weight + column, mask=live, other=0.0).to(tl.float32)
+        second = tl.load(experts_weight + column, mask=live, other=0.0).to(tl.float32)
+        other = tl.load(experts + at, mask=live, other=0.0).to(tl.float32)
         x = _norm(x, first, eps, WIDTH) + _norm(other, second, eps, WIDTH)
     x = _norm(x, weight, eps, WIDTH)
     x += tl.load(residual + at, mask=live, other=0.0).to(tl.float32)
@@ -77,34 +78,34 @@ def _norm_add_norm(
 
 
 def norm_add_norm(
-    parts: Tensor,
+    partial_sums: Tensor,
     residual: Tensor,
     *,
     norm_weight: Tensor,
     next_weights: Sequence[Tensor],
     scale: Tensor | None,
     eps: float,
-    beside: tuple[Tensor, Tensor, Tensor] | None = None,
+    expert_branch: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Do what `reference.norm_add_norm` does."""
-    splits, rows, width = parts.shape
+    splits, rows, width = partial_sums.shape
     following = len(next_weights)
     assert following <= MAX_FOLLOWING, following
-    dense = (parts, residual) if beside is None else (parts, residual, beside[0])
+    dense = (partial_sums, residual, *(expert_branch or ())[:1])
     assert all(t.is_contiguous() for t in dense), [t.stride() for t in dense]
     out = torch.empty_like(residual)
     normed = residual.new_empty(following, rows, width)
     after = [*next_weights, *[None] * (MAX_FOLLOWING - following)]
     _norm_add_norm[(rows,)](
-        *(parts, residual, *(beside or [None] * 3), norm_weight, *after),
+        *(partial_sums, residual, *(expert_branch or [None] * 3), norm_weight, *after),
         *(scale, out, normed, rows, eps),
         WIDTH=width,
         SPLITS=splits,
         BLOCK=triton.next_power_of_2(width),
-        JOINED=beside is not None,
+        JOINED=expert_branch is not None,
         SCALED=scale is not None,
         FOLLOWING=following,
         num_warps=8 if width > 1024 else 4,
-        **pdl.launch_options(parts.device.type),
+        **pdl.launch_options(partial_sums.device.type),
     )
     return out, normed

@@ -1,12 +1,12 @@
 """Matrix products of few rows with a large weight, as a verify pass of few requests has them.
 
-With 16 rows a product is a read of its weight, and what surrounds the read costs as much as what
-is wrong with it. So: the weight is the tall operand of the tensor cores, the rows the narrow one; a
-weight with few rows is cut along its depth, too, and the parts are summed by the norm that follows
-(`residual_norm.py`), not by a launch of their own.
-On a GPU the launch overlaps the kernels before it: each program asks the cache for the head of its
-weight, which depends on nothing, and only then waits for its rows. Memory is busy with the weight
-while attention or a norm, which need little of it, still run.
+With 16 rows a product is a read of its weight, and launch and epilogue cost as much as an
+inefficient read. So: the weight is the tall operand of the tensor cores, the rows the narrow one. A
+weight with few rows is split along K (split-K), and the norm that follows adds up the partial sums
+(`residual_norm.py`), not a launch of its own.
+By programmatic dependent launch (`pdl.py`) each program prefetches the head of its weight, which
+depends on nothing, into L2 and only then waits for its rows. Memory is busy with the weight while
+attention or a norm, which need little of it, still run.
 
 Layout contract: x [n, K] and weight [N, K], adjacent columns, 16-byte aligned rows, K a multiple of
 32. Sums are fp32.
@@ -36,7 +36,7 @@ class Tile:
     splits: int
     num_warps: int
     num_stages: int
-    prefetch: int = 0  # elements of each weight row to ask the cache for before waiting
+    prefetch: int = 0  # elements of each weight row to prefetch into L2 before waiting
 
 
 # (N, K) -> measured on an H200 at 16 rows, but (20480, 5376), which is like its neighbour; other
@@ -69,7 +69,7 @@ def _product(
     if PDL:
         if PREFETCH > 0:
             heads = tl.where(live_column, column, 0) * weight_stride + begin * BLOCK_K
-            _ask_the_cache(weight + heads, PREFETCH)
+            _prefetch_l2(weight + heads, PREFETCH)
         gdc_wait()
         gdc_launch_dependents()
 
@@ -92,7 +92,7 @@ def _product(
 
 
 @triton.jit
-def _ask_the_cache(rows, COUNT: tl.constexpr):
+def _prefetch_l2(rows, COUNT: tl.constexpr):
     """Start a read of `COUNT` elements from each address into the L2 cache."""
     size = tl.full(rows.shape, COUNT * rows.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
     tl.inline_asm_elementwise(
@@ -120,7 +120,7 @@ def multiply(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
     dtype = x.dtype if tile.splits == 1 else torch.float32
     out = torch.empty(tile.splits, rows, width, dtype=dtype, device=x.device)
     assert rows <= MAX_ROWS and depth % tile.block_k == 0, (x.shape, tile)
-    # no program may ask past its own share of the depth
+    # no program may prefetch past its own share of K
     assert tile.prefetch <= depth // tile.block_k // tile.splits * tile.block_k, tile
     _product[(triton.cdiv(width, tile.block_n), tile.splits)](
         *(x, weight, out, rows, x.stride(0), weight.stride(0)),
