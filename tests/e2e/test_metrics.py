@@ -178,6 +178,17 @@ def test_server_info_lists_what_is_changed_in_sglang(
     assert count is not None and int(count[1]) == len(before)
 
 
+def test_server_info_and_the_log_say_what_runs_each_op(measured: Server) -> None:
+    """A fallback that nobody is told of is found by its price."""
+    found = measured.state()["sglang_dflash"]
+    kernels = found["kernels"]
+    assert found["ops"] == kernels["accept_block"] == kernels["reject_by_block"] == "torch"
+    assert kernels["verify_attention"] == kernels["index_prefixes"] == "torch (CpuAttention)"
+    assert kernels["thin_linear"] == "sglang (the fused layer is Gemma 4's)"
+    assert kernels["verify_logits"] == "sglang (fp32 logits: a CPU gains nothing by others)"
+    assert f"'kernels': {kernels}" in measured.log()
+
+
 def test_acceptance_is_reachable_through_the_openai_client(measured: Server) -> None:
     chat = measured.client.chat.completions.create(
         model="tiny",
