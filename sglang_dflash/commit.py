@@ -24,7 +24,7 @@ def commit_step(
     write_features(host, proposal.block, target, commit)
     if proposal.drafts is not None and verdict.advantage is not None:
         policy.learn(
-            context.rows,
+            context.request_rows,
             verdict.advantage,
             temperatures=proposal.drafts.randomness.scales,
             lens=commit.lens,

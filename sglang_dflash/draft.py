@@ -25,7 +25,7 @@ def draft(
     ops.build_block(
         context.anchors,
         context.lens,
-        context.rows,
+        context.request_rows,
         host.slot_table(),
         mask_token_id=config.mask_token_id,
         last_position=config.context_len - 1,
@@ -38,6 +38,6 @@ def draft(
     if randomness is None:
         block.token_ids[:, 1:] = output.argmax_drafts
         return Proposal(block)
-    drafts = policy.select(context.rows, output, randomness)
+    drafts = policy.select(context.request_rows, output, randomness)
     block.token_ids[:, 1:] = drafts.verified
     return Proposal(block, drafts)

@@ -27,14 +27,16 @@ class DraftPolicy:
         self._advantage = torch.zeros(max_requests, device=device)
         self._advantage_by_temperature = torch.zeros(TEMPERATURE_BINS, device=device)
 
-    def start(self, rows: Tensor, temperatures: Tensor) -> None:
-        """Begin requests at these rows with the mean advantage at their temperatures [b]."""
+    def start(self, request_rows: Tensor, temperatures: Tensor) -> None:
+        """Begin requests with the mean advantage at their temperatures [b]."""
         usual = self._advantage_by_temperature[_bins(temperatures)]
-        self._advantage.index_copy_(0, rows, usual)
+        self._advantage.index_copy_(0, request_rows, usual)
 
-    def select(self, rows: Tensor, drafts: DraftOutput, randomness: Randomness) -> SampledDrafts:
+    def select(
+        self, request_rows: Tensor, drafts: DraftOutput, randomness: Randomness
+    ) -> SampledDrafts:
         """Choose for each request which kind of drafts is verified."""
-        is_sampled = self._advantage[rows] >= 0
+        is_sampled = self._advantage[request_rows] >= 0
         return SampledDrafts(
             argmax_drafts=drafts.argmax_drafts,
             sampled_drafts=drafts.sampled_drafts,
@@ -44,17 +46,20 @@ class DraftPolicy:
             randomness=randomness,
         )
 
-    def learn(self, rows: Tensor, advantage: Tensor, *, temperatures: Tensor, lens: Tensor) -> None:
+    def learn(
+        self, request_rows: Tensor, advantage: Tensor, *, temperatures: Tensor, lens: Tensor
+    ) -> None:
         """Count a verdict's advantage [b, B - 1] for the rows that were committed: behind them the
         target's choices answer to tokens that were not. One that is not finite, as of an infinite
         logit, says nothing."""
         width = advantage.shape[1]
-        is_committed = torch.arange(width, device=rows.device) < lens[:, None]
+        is_committed = torch.arange(width, device=request_rows.device) < lens[:, None]
         advantage = advantage.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) * is_committed
         # an advantage is at most 1, so that the decayed sum never exceeds this
         most = width / (1 - ADVANTAGE_DECAY)
-        total = (ADVANTAGE_DECAY * self._advantage[rows] + advantage.sum(dim=1)).clamp_(-most, most)
-        self._advantage.index_copy_(0, rows, total)
+        decayed = ADVANTAGE_DECAY * self._advantage[request_rows]
+        total = (decayed + advantage.sum(dim=1)).clamp_(-most, most)
+        self._advantage.index_copy_(0, request_rows, total)
         self._advantage_by_temperature.scatter_reduce_(0, _bins(temperatures), total, "mean")
 
 

@@ -16,7 +16,7 @@ class DraftContext:
 
     anchors: Tensor  # [b] int64
     lens: Tensor  # [b] int64, tokens already in the target's KV = position of the anchor
-    rows: Tensor  # [b] int64, the request's row in the slot table
+    request_rows: Tensor  # [b] int64, each request's row in the slot table
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class Toy:
         token_ids = torch.cat([anchors[:, None], verified], dim=1)
         positions = torch.arange(WIDTH).expand(CHAINS, WIDTH)
         block = DraftBlock(token_ids=token_ids, positions=positions, slots=positions)
-        context = DraftContext(anchors=anchors, lens=torch.zeros_like(anchors), rows=rows)
+        context = DraftContext(anchors=anchors, lens=torch.zeros_like(anchors), request_rows=rows)
         found = compat.LogitsProcessorOutput(next_token_logits=self.logits[token_ids.flatten()])
         choices = None
         if plan is None:

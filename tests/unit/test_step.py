@@ -84,7 +84,7 @@ class CountingHost:
 def run(right_until: list[int], simulation: Simulation | None = None):
     host = CountingHost(right_until)
     context = DraftContext(
-        anchors=torch.tensor([10, 50]), lens=torch.tensor([5, 7]), rows=torch.tensor([0, 1])
+        anchors=torch.tensor([10, 50]), lens=torch.tensor([5, 7]), request_rows=torch.tensor([0, 1])
     )
     buffers = StepBuffers(max_requests=4, block_size=B, device="cpu")
     return host, decode_step(

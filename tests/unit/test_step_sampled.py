@@ -68,7 +68,7 @@ class SamplingHost:
     def step(self, policy: DraftPolicy | None = None) -> Commit:
         torch.manual_seed(4)
         zeros = torch.zeros(REQUESTS, dtype=torch.int64)
-        context = DraftContext(anchors=zeros, lens=zeros + 5, rows=torch.arange(REQUESTS))
+        context = DraftContext(anchors=zeros, lens=zeros + 5, request_rows=torch.arange(REQUESTS))
         buffers = StepBuffers(max_requests=REQUESTS, block_size=B, device="cpu")
         return decode_step(
             self,

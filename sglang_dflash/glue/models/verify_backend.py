@@ -163,11 +163,13 @@ class VerifyBackend:
             why="prefixes are laid out without reading a length on the host",
         )
 
-    def lay_out_prefixes(self, bs: int, seq_lens: Tensor, rows: Tensor, _spec_info: Any) -> None:
+    def lay_out_prefixes(
+        self, bs: int, seq_lens: Tensor, request_rows: Tensor, _spec_info: Any
+    ) -> None:
         """Fill what a graph reads about the batch, without asking the device for a length."""
         backend = self._backend
         backend.qo_indptr[: bs + 1].copy_(self._block_bounds[: bs + 1])
-        batch = (backend.req_to_token, rows[:bs], seq_lens[:bs])
+        batch = (backend.req_to_token, request_rows[:bs], seq_lens[:bs])
         self._index_prefixes(*batch, backend.kv_indptr, backend.cuda_graph_kv_indices)
         if backend.sliding_window_size is not None and backend.sliding_window_size > 0:
             self._index_prefixes(

@@ -89,7 +89,7 @@ class BatchHost:
             forward_mode=compat.ForwardMode.TARGET_VERIFY,
             batch_size=context.anchors.shape[0],
             input_ids=masked.token_ids.flatten(),
-            req_pool_indices=context.rows,
+            req_pool_indices=context.request_rows,
             seq_lens=context.lens,
             out_cache_loc=masked.slots.flatten(),
             seq_lens_sum=int(self._lens_bound.sum()),

@@ -230,7 +230,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         context = DraftContext(
             anchors=batch.spec_info.bonus_tokens,
             lens=batch.seq_lens,
-            rows=batch.req_pool_indices,
+            request_rows=batch.req_pool_indices,
         )
         commit = decode_step(
             host,

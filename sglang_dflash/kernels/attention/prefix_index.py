@@ -5,8 +5,8 @@ grid depends on the number of requests alone. Under a sliding window only the la
 each prefix are laid out; `slot_map` then leads from the slots of the table to those of the window's
 own pool.
 
-Layout contract: slot_table [rows, width] with adjacent columns; rows and lens [n] contiguous;
-kv_indptr [n + 1] and kv_indices large enough for every prefix.
+Layout contract: slot_table [rows, width] with adjacent columns; request_rows and lens [n]
+contiguous; kv_indptr [n + 1] and kv_indices large enough for every prefix.
 """
 
 # mypy: allow-untyped-defs
@@ -24,7 +24,8 @@ PARTS = 32
 # fmt: off
 @triton.jit(do_not_specialize=["num_requests"])
 def _index_prefixes(
-    slot_table, rows, lens, kv_indptr, kv_indices, starts, slot_map, slot_stride, num_requests,
+    slot_table, request_rows, lens, kv_indptr, kv_indices, starts, slot_map, slot_stride,
+    num_requests,
     WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_MAP: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REQUESTS: tl.constexpr,
 ):
@@ -45,7 +46,7 @@ def _index_prefixes(
             tl.store(kv_indptr, offset)
         if HAS_STARTS:
             tl.store(starts + request, length - keys)
-    row = tl.load(rows + request).to(tl.int64)
+    row = tl.load(request_rows + request).to(tl.int64)
     source = slot_table + row * slot_stride + (length - keys)
     for start in range(part * BLOCK, keys, PARTS * BLOCK):
         n = start + tl.arange(0, BLOCK)
@@ -57,7 +58,7 @@ def _index_prefixes(
 
 def index_prefixes(
     slot_table: Tensor,
-    rows: Tensor,
+    request_rows: Tensor,
     lens: Tensor,
     kv_indptr: Tensor,
     kv_indices: Tensor,
@@ -67,9 +68,9 @@ def index_prefixes(
     slot_map: Tensor | None = None,
 ) -> None:
     """Do what `reference.index_prefixes` does."""
-    requests = rows.shape[0]
+    requests = request_rows.shape[0]
     _index_prefixes[(requests, PARTS)](
-        *(slot_table, rows, lens, kv_indptr, kv_indices, starts, slot_map),
+        *(slot_table, request_rows, lens, kv_indptr, kv_indices, starts, slot_map),
         *(slot_table.stride(0), requests),
         WINDOW=window,
         HAS_STARTS=starts is not None,

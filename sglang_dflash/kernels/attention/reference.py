@@ -103,7 +103,7 @@ def verify_attention(
 
 def index_prefixes(
     slot_table: Tensor,  # [rows, width] int
-    rows: Tensor,  # [n] int
+    request_rows: Tensor,  # [n] int
     lens: Tensor,  # [n] int, keys per prefix
     kv_indptr: Tensor,  # [n + 1] int, written
     kv_indices: Tensor,  # [at least all keys] int, written
@@ -114,7 +114,7 @@ def index_prefixes(
 ) -> None:
     """Lay the slots of all prefixes end to end, as the verify kernel reads them."""
     found = [torch.zeros(0, dtype=torch.int64, device=lens.device)]
-    for i, (row, length) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True)):
+    for i, (row, length) in enumerate(zip(request_rows.tolist(), lens.tolist(), strict=True)):
         first = max(0, length - window) if window >= 0 else 0
         slots = slot_table[row, first:length].long()
         found.append(slots if slot_map is None else slot_map[slots].long())

@@ -9,7 +9,7 @@ from torch import Tensor
 def build_block(
     anchors: Tensor,  # [b] int64
     lens: Tensor,  # [b] int64
-    rows: Tensor,  # [b] int64
+    request_rows: Tensor,  # [b] int64
     slot_table: Tensor,  # [rows, width] int
     *,
     mask_token_id: int,
@@ -27,5 +27,5 @@ def build_block(
     token_ids.fill_(mask_token_id)
     token_ids[:, 0] = anchors
     columns = lens[:, None] + offsets
-    slots.copy_(slot_table[rows[:, None], columns])
+    slots.copy_(slot_table[request_rows[:, None], columns])
     torch.clamp(columns, max=last_position, out=positions)

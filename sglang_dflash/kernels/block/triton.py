@@ -1,7 +1,7 @@
 """Block building: one program writes the tokens, positions and slots of one request's block.
 
-Layout contract: anchors, lens and rows [b] contiguous; slot_table [rows, width] with adjacent
-columns; outputs [b, B] contiguous.
+Layout contract: anchors, lens and request_rows [b] contiguous; slot_table [rows, width] with
+adjacent columns; outputs [b, B] contiguous.
 """
 
 # mypy: allow-untyped-defs
@@ -15,7 +15,7 @@ from torch import Tensor
 # fmt: off
 @triton.jit
 def _build_block(
-    anchors, lens, rows, slot_table, token_ids, positions, slots,
+    anchors, lens, request_rows, slot_table, token_ids, positions, slots,
     slot_stride, mask_token_id, last_position,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -24,7 +24,7 @@ def _build_block(
     column = tl.arange(0, BLOCK)
     live = column < WIDTH
     length = tl.load(lens + request).to(tl.int64)
-    row = tl.load(rows + request).to(tl.int64)
+    row = tl.load(request_rows + request).to(tl.int64)
     anchor = tl.load(anchors + request)
     at = request * WIDTH + column
     slot = tl.load(slot_table + row * slot_stride + length + column, mask=live, other=0)
@@ -36,7 +36,7 @@ def _build_block(
 def build_block(
     anchors: Tensor,
     lens: Tensor,
-    rows: Tensor,
+    request_rows: Tensor,
     slot_table: Tensor,
     *,
     mask_token_id: int,
@@ -48,7 +48,7 @@ def build_block(
     """Do what `reference.build_block` does."""
     requests, width = token_ids.shape
     _build_block[(requests,)](
-        *(anchors, lens, rows, slot_table, token_ids, positions, slots),
+        *(anchors, lens, request_rows, slot_table, token_ids, positions, slots),
         *(slot_table.stride(0), mask_token_id, last_position),
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
