@@ -1,13 +1,13 @@
-"""Everything we change in SGLang is changed here, and listed with its reason.
+"""Every monkey patch of SGLang goes through this module, and is listed with its reason.
 
-- `attach` puts hooks around SGLang's functions, in every process that it starts.
+- `attach` hooks SGLang's functions, in every process that it starts.
 - `replace`, `replaced`, `append_to`, `enter` and `register` change one object, once: a method, a
   size, a table.
-- `Fields` are what our code writes while arguments are resolved and steps run. They are declared
-  when a module is imported, so that the list is the same before and after the first request.
+- `Fields` are attributes that our code writes while arguments are resolved and steps run. They are
+  declared at import, so that the list is the same before and after the first request.
 
-`listed()` is the list. No other file in glue/ may assign to an object of SGLang; a test reads the
-source and says where one does. What kernels write into SGLang's tensors is data, and not listed.
+`listed()` returns the list. No other file in glue/ may assign to an SGLang object; a test scans the
+source for violations. Kernel writes into SGLang's tensors are data, and not listed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Change(NamedTuple):
-    """What is no longer SGLang's own, and why."""
+    """One changed attribute of SGLang, and why."""
 
     target: str
     name: str
@@ -31,18 +31,18 @@ class Change(NamedTuple):
 
 
 class Hook(NamedTuple):
-    """A function that stands around one of SGLang's, which it gets as its first argument."""
+    """A wrapper around a function of SGLang, which it gets as its first argument."""
 
     function: Callable[..., Any]
     why: str
 
 
-# how many objects each change was made to
+# change -> number of objects it was made to
 _made: dict[Change, int] = {}
 
 
 def attach(hooks: Mapping[str, Hook]) -> None:
-    """Apply hooks, by symbol, now; raise RuntimeError unless every one of them is in place."""
+    """Apply hooks, keyed by symbol, now; raise RuntimeError unless every one took effect."""
     registry = compat.HookRegistry
     for name, hook in hooks.items():
         registry.register(compat.SYMBOLS[name].dotted, hook.function, compat.HookType.AROUND)
@@ -64,7 +64,7 @@ def replace(owner: Any, name: str, value: Any, *, why: str) -> None:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any, *, why: str) -> Iterator[None]:
-    """Hide an attribute of one object inside, past any `__setattr__` of its class."""
+    """Shadow an attribute of one object within the context, bypassing its class's `__setattr__`."""
     _count(owner, name, why)
     vars(owner)[name] = value
     try:
@@ -80,14 +80,14 @@ def append_to(owner: Any, name: str, item: Any, *, why: str) -> None:
 
 
 def register(name: str, *arguments: Any, why: str) -> Any:
-    """Call one of SGLang's own functions that add to a table of its; return what it returns."""
+    """Call one of SGLang's own registration functions; return its result."""
     target, _, function = compat.SYMBOLS[name].dotted.rpartition(".")
     _made[Change(target, f"{function}{arguments}", why)] = 1
     return getattr(compat, name)(*arguments)
 
 
 def enter(table: Any, name: str, key: str, value: Any, *, why: str) -> None:
-    """Add to a dict of one object that has no function for it."""
+    """Add to a dict of one object that has no registration function."""
     _made[Change(_name_of(table), f"{name}[{key!r}]", why)] = 1
     getattr(table, name)[key] = value
 
@@ -116,7 +116,7 @@ class Fields:
             owner[self._declared(name)] = value
 
     def edit(self, owner: Any, name: str) -> Any:
-        """Hand out a list, dict or array of an object, to be changed in place."""
+        """Return a list, dict or array of an object, to be changed in place."""
         return getattr(owner, self._declared(name))
 
     def _declared(self, name: str) -> str:
@@ -125,7 +125,7 @@ class Fields:
 
 
 def listed() -> list[dict[str, Any]]:
-    """Return every change so far, equal ones of several objects as one with their number."""
+    """Return every change so far; the same change to several objects is one entry with a count."""
     return [
         change._asdict() if count == 1 else {**change._asdict(), "count": count}
         for change, count in sorted(_made.items())
@@ -133,7 +133,7 @@ def listed() -> list[dict[str, Any]]:
 
 
 def log() -> None:
-    """Say how much is changed, and at debug level what."""
+    """Log the number of changes, and each change at debug level."""
     logger.info(
         "sglang_dflash changes SGLang in %d places: /server_info lists them under "
         "sglang_dflash.changes, and so does the log at level debug.",

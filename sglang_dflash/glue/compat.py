@@ -1,6 +1,6 @@
-"""SGLang's symbols by our names for them, and the contract we hold the release to.
+"""SGLang's symbols under our names, and the check of the installed release against them.
 
-Each symbol is imported when it is first used, so that the plug-in stays cheap to load. `broken()`
+Each symbol is imported on first use, so that the plug-in stays cheap to load. `broken()`
 lists everything that the installed release has moved, renamed or given another signature.
 """
 
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
 
 
 def registered_plugins() -> list[str]:
-    """Return the entry points that SGLang will load."""
+    """Return the plug-in entry points that SGLang will load."""
     return [entry.value for entry in metadata.entry_points(group="sglang.srt.plugins")]
 
 

@@ -1,4 +1,4 @@
-"""How a name in SGLang is held to what we use of it."""
+"""The contract on each SGLang symbol: which of its parameters and attributes we rely on."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Return the words of a text, as the tables write many names."""
+    """Split a whitespace-separated list of names, as the tables write long ones."""
     return tuple(text.split())
 
 
 @dataclass(frozen=True)
 class Symbol:
-    """A name in SGLang, and what of it we rely on."""
+    """An SGLang symbol, and the parts of it that we rely on."""
 
     module: str
     attr: str
-    # parameters that we name, or fields of a dataclass
+    # parameters that we pass by keyword, or fields of a dataclass
     uses: tuple[str, ...] = ()
-    # what an instance of the class has: methods, properties, fields, and what is assigned to self
+    # attributes of an instance: methods, properties, fields, and names assigned to self
     attributes: tuple[str, ...] = ()
-    # the first parameters, in order: we pass them by position
+    # the first parameters, in order: we pass them positionally
     order: tuple[str, ...] = ()
-    # all parameters, in order: SGLang passes them to what stands in for the name
+    # all parameters, in order: SGLang passes them to our replacement
     takes: tuple[str, ...] | None = None
-    # calls in the source, written as `ast.unparse` does: SGLang calls us so
+    # calls in the source, as `ast.unparse` prints them: how SGLang calls us
     calls: tuple[str, ...] = ()
 
     @property
@@ -39,7 +39,7 @@ class Symbol:
 
     @property
     def known(self) -> set[str]:
-        """Every name that the contract has of it."""
+        """Every parameter and attribute name in this entry."""
         return {*self.uses, *self.attributes, *self.order, *(self.takes or ())}
 
     def resolve(self) -> Any:
@@ -49,9 +49,9 @@ class Symbol:
         return found
 
     def lost(self) -> list[str]:
-        """Return what we rely on and the installed release no longer has.
+        """Return the parts that we rely on and the installed release no longer has.
 
-        Raise ImportError or AttributeError if the name itself is gone.
+        Raise ImportError or AttributeError if the symbol itself is gone.
         """
         found = self.resolve()
         lost = []
@@ -59,7 +59,7 @@ class Symbol:
             has = _names_of(found)
             lost += [name for name in self.uses if name not in has]
         if self.attributes:
-            # sources are long: only for what the class itself does not have
+            # parsing the source is slow: only for names that the class itself does not have
             missing = [name for name in self.attributes if name not in _declared_by(found)]
             assigned = _assigned_by(found) if missing else set()
             lost += [name for name in missing if name not in assigned]
@@ -93,16 +93,16 @@ def _names_of(found: Any) -> set[str]:
 def _declared_by(found: type) -> set[str]:
     names = set(dir(found)) | set(getattr(found, "__dataclass_fields__", ()))
     for kind in inspect.getmro(found):
-        # dir() of an enumeration leaves its methods out
+        # dir() of an enum leaves its methods out
         names |= {*vars(kind), *vars(kind).get("__annotations__", ())}
     return names
 
 
 def _assigned_by(found: type) -> set[str]:
-    """Return what methods of a class assign to self, inherited ones included."""
+    """Return the names that a class's methods assign to self, inherited methods included."""
     names: set[str] = set()
     for kind in inspect.getmro(found):
-        # classes without source assign nothing that we use
+        # other classes, some without source, assign nothing that we use
         if kind.__module__.startswith("sglang."):
             names |= _assigned_in(kind.__module__).get(kind.__qualname__, set())
     return names
@@ -110,7 +110,7 @@ def _assigned_by(found: type) -> set[str]:
 
 @functools.cache
 def _assigned_in(module: str) -> dict[str, set[str]]:
-    """Return what each class of a module assigns to self; parsing takes a while."""
+    """Return the names that each class of a module assigns to self; cached, as parsing is slow."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {kind.name: _assigned_to_self(kind) for kind in _classes(tree)}
 

@@ -1,8 +1,8 @@
 """The entry point in `sglang.srt.plugins`: SGLang calls `activate` in every process it starts.
 
 SGLang logs and swallows exceptions of plug-ins and hooks, and would go on with its own DFLASH. So
-whatever goes wrong here ends the process instead: SystemExit is not an Exception. Nothing heavy is
-imported at the top, so that the import itself cannot fail.
+any failure here raises SystemExit, which is not an Exception, and ends the process. Nothing heavy
+is imported at the top, so that the import itself cannot fail.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def activate() -> None:
-    """Attach to SGLang, or end the process with the reason. `SGLANG_DFLASH=off` does nothing."""
+    """Attach to SGLang, or exit with the reason. A no-op with `SGLANG_DFLASH=off`."""
     if not _is_on():
         logger.info("sglang_dflash is off (%s=off): DFLASH is SGLang's own.", SWITCH)
         return
@@ -46,7 +46,7 @@ def _is_on() -> bool:
 
 
 def require_supported_release() -> None:
-    """End the process unless the installed SGLang is the one this package is written for."""
+    """Exit unless the installed SGLang is the release this package supports."""
     from sglang_dflash.glue import release
 
     wanted, found = release.supported(), release.installed()
@@ -58,9 +58,9 @@ def require_supported_release() -> None:
 
 
 def hooks() -> dict[str, Hook]:
-    """Return the functions of SGLang that we stand around: symbol -> what does, and why.
+    """Return our hooks on SGLang's functions: symbol -> wrapper and reason.
 
-    What else we change is set on objects, when there are any: `changes.listed()` has it all.
+    All other changes are made to objects once they exist: `changes.listed()` has them all.
     """
     from sglang_dflash.glue.after_step import describe, request_end
     from sglang_dflash.glue.changes import Hook
@@ -107,7 +107,7 @@ def _create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
 def _resolve_alias(
     original: Any, speculative_algorithm: str | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Keep SGLang from reading the drafter before we do: our message says what to do about it."""
+    """Keep SGLang from reading the drafter before we do: our error message says what to do."""
     if speculative_algorithm == "DFLASH":
         return speculative_algorithm
     return original(speculative_algorithm, *args, **kwargs)
@@ -122,7 +122,7 @@ def _handle_dflash(original: Any, server_args: Any) -> None:
 
 
 def _run_event_loop(original: Any, scheduler: Any) -> None:
-    """Tell our worker who has the requests and publishes, once everything is in place."""
+    """Give our worker the scheduler, for metrics and weight updates, once it is set up."""
     if scheduler.spec_algorithm.is_dflash():
         from sglang_dflash.glue import changes
 

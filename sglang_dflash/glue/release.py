@@ -1,4 +1,4 @@
-"""Which release of SGLang is installed, and which one this package is written for."""
+"""The installed release of SGLang, and the one this package supports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib import metadata
 
 
 def installed() -> str | None:
-    """Return the version of SGLang that is installed, None without one."""
+    """Return the installed version of SGLang, None without one."""
     try:
         return metadata.version("sglang")
     except metadata.PackageNotFoundError:
@@ -14,7 +14,7 @@ def installed() -> str | None:
 
 
 def supported() -> str:
-    """Return the one release this package is written for, as its metadata pins it."""
+    """Return the one release this package supports, as pinned in its metadata."""
     for requirement in metadata.requires("sglang-dflash") or ():
         if requirement.startswith("sglang=="):
             return requirement.removeprefix("sglang==").split(";")[0].strip()

@@ -1,1 +1,1 @@
-"""After a step: requests that end, and everything that is counted and shown."""
+"""After a step: finishing requests, metrics and /server_info."""

@@ -1,4 +1,4 @@
-"""Everything that is counted about one worker, and who is told: Prometheus and the log."""
+"""One worker's counters, and their sinks: Prometheus and the log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLUSH_S = 1.0
 
 
 class Bookkeeping:
-    """Everything that is counted about one worker, and who is told."""
+    """One worker's counters, and their sinks."""
 
     def __init__(self, block_size: int, device_type: str, alarm: AcceptanceAlarm) -> None:
         self.meter = AcceptanceMeter(block_size)
@@ -30,8 +30,8 @@ class Bookkeeping:
         self._batch_steps = 0
 
     def publish(self, scheduler: Any) -> None:
-        """Learn from the running scheduler whether and where to publish. All ranks of a replica
-        count the same, so SGLang's choice among them speaks for it."""
+        """Take from the running scheduler whether and where to publish. All ranks of a replica
+        count the same, so only SGLang's logging rank reports."""
         reporter, collector = scheduler.metrics_reporter, scheduler.metrics_collector
         self._speaks = reporter.is_stats_logging_rank
         self._log_interval = scheduler.server_args.decode_log_interval
@@ -50,7 +50,7 @@ class Bookkeeping:
             self._export.flush(self.meter, self.clock, self.alarm)
 
     def batch_step(self) -> None:
-        """Count one step of the batch; say how it goes once per decode log interval."""
+        """Count one step of the batch; log acceptance once per decode log interval."""
         self._batch_steps += 1
         if not (self._speaks and self._log_interval) or self._batch_steps % self._log_interval:
             return

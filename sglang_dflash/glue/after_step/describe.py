@@ -1,4 +1,4 @@
-"""What /server_info says of a DFLASH server, and an answer of its own drafts."""
+"""DFLASH fields of /server_info, and of each response's meta_info."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STATE = changes.Fields(
 
 
 def describe_server(original: Any, scheduler: Any, recv_req: Any) -> Any:
-    """Add what runs, how it does and what is changed in SGLang to /server_info."""
+    """Add configuration, acceptance, alarms and our changes to SGLang to /server_info."""
     state = original(scheduler, recv_req)
     if scheduler.spec_algorithm.is_dflash():
         worker = scheduler.draft_worker
@@ -34,7 +34,7 @@ def describe_request(
 ) -> None:
     """Add a request's acceptance to its meta_info, beside SGLang's own `spec_` values.
 
-    The first token comes from the prompt and is no step's, so it is left out of the length.
+    The first token comes from prefill, not from a verify step, so the accept length omits it.
     """
     original(manager, meta_info, recv_obj, i)
     steps = meta_info.get("spec_verify_ct", 0)

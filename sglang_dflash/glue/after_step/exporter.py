@@ -11,12 +11,12 @@ from sglang_dflash.metrics import AcceptanceAlarm, AcceptanceMeter
 class PrometheusExporter:
     """The meter as Prometheus counters, under SGLang's names and labels.
 
-    Counters follow the meter when a request ends or a second has passed, not at every step: what
-    a scrape sees is exact whenever nothing is in flight.
+    Counters catch up with the meter when a request ends or a second has passed, not at every
+    step: a scrape is exact whenever nothing is in flight.
     """
 
     def __init__(self, labels: dict[str, str], block_size: int) -> None:
-        # after SGLang has named the folder that its processes share
+        # imported late: SGLang must set the directory that its processes share first
         from prometheus_client import Counter, Histogram
 
         self._labels = labels
@@ -47,7 +47,7 @@ class PrometheusExporter:
             names,
             buckets=[float(k) for k in range(1, block_size + 1)],
         )
-        # every series exists from the start, so that a rate over it has a beginning
+        # create every series now, so that rate() has a starting point
         for metric in (*self._counters.values(), self._timed, self._alarms, self._histogram):
             metric.labels(**labels)
         for position in range(1, block_size):
@@ -56,7 +56,7 @@ class PrometheusExporter:
             self._seconds.labels(**labels, stage=stage)
 
     def flush(self, meter: AcceptanceMeter, clock: StageClock, alarm: AcceptanceAlarm) -> None:
-        """Bring the counters up to the meter."""
+        """Bring the counters up to date with the meter."""
         new = meter.since(self._last)
         self._last = meter.copy()
         for name, counter in self._counters.items():

@@ -1,10 +1,10 @@
-"""The end of a request, token by token as in plain decoding, and the metering of its steps.
+"""Stop checks token by token, as in plain decoding, and the metering of each request's steps.
 
-SGLang looks at a whole block at once and tests `max_tokens` first. A block that holds the end of
-the text and also reaches `max_tokens` then ends by length, with tokens after the end in the answer.
+SGLang checks a whole block at once and tests `max_tokens` first. A block that contains a stop and
+also reaches `max_tokens` then finishes by length, with tokens after the stop in the answer.
 
-Steps are metered here because only here it is known which of their tokens count: under overlap
-scheduling a step also runs for requests that the step before has ended.
+Steps are metered here because only here is it known which of their tokens count: under overlap
+scheduling a step also runs for requests that the previous step has finished.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REQ = changes.Fields(
 )
 
 _meters: list[Bookkeeping] = []
-# verify steps and correct drafts of each request that were metered
+# request -> verify steps and correct drafts metered so far
 _metered: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
 
@@ -36,10 +36,10 @@ def count_steps_in(book: Bookkeeping) -> None:
 
 
 def finish_and_meter(original: Any, req: Any, new_accepted_len: int = 1) -> None:
-    """Stand in for SGLang's update of a request after a step."""
+    """Wrap SGLang's update of a request's finish state after a step, and meter the step."""
     before = len(req.output_ids) - new_accepted_len
     finish_token_by_token(original, req, new_accepted_len)
-    # spec_verify_ct counts this step already; the token of a prefill has no verify step
+    # spec_verify_ct already includes this step; a prefill token has no verify step
     steps, correct_before = _metered.get(req, (0, 0))
     num_correct = req.spec_num_correct_drafts - correct_before
     if req.spec_verify_ct > steps:
@@ -54,7 +54,7 @@ def finish_and_meter(original: Any, req: Any, new_accepted_len: int = 1) -> None
 
 
 def _uncount_after_stop(req: Any, num_correct: int, accepted: int) -> None:
-    """Take from SGLang's own counts of a request the drafts that a stop has cut off."""
+    """Subtract drafts after a stop from SGLang's own per-request counts."""
     if accepted == num_correct:
         return
     counted = req.spec_num_correct_drafts - (num_correct - accepted)
@@ -64,11 +64,11 @@ def _uncount_after_stop(req: Any, num_correct: int, accepted: int) -> None:
 
 
 def finish_token_by_token(original: Any, req: Any, new_accepted_len: int = 1) -> None:
-    """Ask SGLang's own check about each new token in turn, and stop at the first that ends it."""
+    """Run SGLang's own stop check on each new token in turn, up to the first that finishes it."""
     whole = (
         new_accepted_len == 1
         or req.finished()
-        # an abort is about the request, and a grammar has already cut its block
+        # an abort applies to the whole request, and a grammar has already cut its block
         or req.to_finish is not None
         or req.grammar is not None
         or compat.get_server_args().speculative_algorithm != "DFLASH"
@@ -84,7 +84,7 @@ def finish_token_by_token(original: Any, req: Any, new_accepted_len: int = 1) ->
         if req.finished():
             if req.finished_len is None:
                 REQ.write(req, finished_len=len(token_ids))
-            # the kv of the whole block is committed: tokens and kv must keep the same length
+            # the KV of the whole block is committed: tokens and KV must keep the same length
             token_ids.extend(block[position + 1 :])
             return None
     return None

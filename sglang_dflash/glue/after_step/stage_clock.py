@@ -1,4 +1,4 @@
-"""How long the stages of a step take on the device."""
+"""Device time of each stage of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STAGES = ("draft", "verify", "commit")
 
 
 class StageClock:
-    """Time of each stage without waiting for it: marks are read once the GPU has passed them."""
+    """Time each stage without synchronising: events are read once the GPU has passed them."""
 
     def __init__(self, device_type: str) -> None:
         self._cuda = device_type == "cuda"
@@ -21,7 +21,7 @@ class StageClock:
         self.steps = 0
 
     def mark(self) -> None:
-        """Note that a stage begins or ends here: four marks make a step."""
+        """Mark a stage boundary: four marks make a step."""
         moment: Any = time.perf_counter()
         if self._cuda:
             moment = torch.cuda.Event(enable_timing=True)

@@ -1,7 +1,7 @@
-"""An attention backend for a CPU, on the kernels' torch twin.
+"""A CPU attention backend, on the kernels' torch reference.
 
-Serves prefill, decode, and blocks (verify and draft), full and sliding-window KV pools. SGLang's
-own torch backend has no blocks, and reads sliding-window pools with the wrong slots.
+Supports prefill, decode and blocks (verify and draft), with full and sliding-window KV pools.
+SGLang's own torch backend has no blocks, and reads sliding-window pools with the wrong slots.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sglang_dflash.kernels.attention import reference
 
 
 class Rows(NamedTuple):
-    """Requests with equally many queries, attended together."""
+    """Requests with the same number of queries, attended together."""
 
     tokens: slice  # their rows in the flat query
     positions: Tensor  # [b, q] int64
@@ -37,7 +37,7 @@ class CpuAttention(compat.AttentionBackend):
         self._swa_out: Tensor | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Work out once per forward which keys each query reads."""
+        """Compute once per forward which keys each query reads."""
         mode = forward_batch.forward_mode
         lens = forward_batch.seq_lens.long()
         table = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers without a GPU, where SGLang's torch paths fall short of its kernels."""
+"""MoE layers without a GPU, where SGLang's torch paths do not match its kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_dflash.glue.changes import Hook
 
 
 def install() -> None:
-    """Let experts run on a CPU with any activation, and Gemma 4's router with its scale."""
+    """Make experts run on a CPU with any activation, and Gemma 4's router with its scale."""
     changes.attach(
         {
             "unquantized_experts": Hook(_run_in_torch, "experts take any activation"),
@@ -21,7 +21,7 @@ def install() -> None:
 
 
 def _run_in_torch(original: Any, method: Any, layer: Any, dispatch_output: Any) -> Any:
-    """Send each row through its experts. The original takes SiLU only; Gemma 4 has GELU."""
+    """Run the experts in torch. The original supports SiLU only; Gemma 4 uses GELU."""
     rows = compat.moe_forward_native(
         layer,
         dispatch_output.hidden_states,
@@ -32,7 +32,7 @@ def _run_in_torch(original: Any, method: Any, layer: Any, dispatch_output: Any) 
 
 
 def _norm_with_folded_scale(original: Any, norm: Any, x: Tensor) -> Tensor:
-    """Apply the weight of a norm that has none of its own, as the kernel does: it holds ones, or
-    the scale that the router folds into it, which the original leaves out."""
+    """Apply the weight of a norm without a learned scale, as the kernel does: it is ones, or the
+    router's folded scale, which the original ignores."""
     rows = original(norm, x)
     return rows if norm.with_scale else (rows * norm.weight).type_as(x)

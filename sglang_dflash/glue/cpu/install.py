@@ -1,4 +1,4 @@
-"""What the plug-in does to SGLang in CPU mode."""
+"""The plug-in's changes to SGLang in CPU mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_dflash.glue.changes import Hook
 
 
 def install_if_cpu() -> None:
-    """In CPU mode, give SGLang attention, products, experts and sampling; lift two checks."""
+    """In CPU mode, install attention, GEMMs, experts and sampling; lift two checks."""
     if not Environment().is_cpu_mode:
         return
     from sglang_dflash.glue.cpu import experts, products, sampling
@@ -41,7 +41,7 @@ def install_if_cpu() -> None:
 
 
 def _stub_record_stream() -> None:
-    """Make `record_stream` a no-op, as torch's streams for a CPU are; its tensors refuse it."""
+    """Make `record_stream` a no-op, like torch's CPU streams: CPU tensors reject it."""
     import torch
 
     changes.replace(
@@ -53,9 +53,9 @@ def _stub_record_stream() -> None:
 
 
 def _fork_children(original: Any, server_args: Any) -> None:
-    """Let SGLang's processes inherit what is imported: a spawned one spends ten seconds on it.
+    """Fork SGLang's processes, so that they inherit imports: a spawned one takes ten seconds.
 
-    Only while there is one thread, as with OMP_NUM_THREADS=1: others would be missing in a child.
+    Only while there is one thread, as with OMP_NUM_THREADS=1: a fork loses all other threads.
     """
     original(server_args)
     if len(os.listdir("/proc/self/task")) == 1:
@@ -63,8 +63,8 @@ def _fork_children(original: Any, server_args: Any) -> None:
 
 
 def _leave_threads_alone(_original: Any, **_settings: Any) -> None:
-    """Let OpenMP place its threads, as SGLang does on most CPUs: on an Arm one it would call a
-    kernel that the package index has no build of."""
+    """Let OpenMP place its threads, as SGLang does on most CPUs: on Arm it would call a kernel
+    that the package index has no build of."""
 
 
 def _accept_torch_native(original: Any, server_args: Any) -> None:
@@ -86,7 +86,7 @@ def _accept_torch_native(original: Any, server_args: Any) -> None:
 def _skip_absent_size(
     original: Any, model_config: Any, attr_name: str, intermediate_padding_size: int
 ) -> Any:
-    """Leave alone a size that the model does not have (dense Gemma 4: moe_intermediate_size)."""
+    """Skip a size that the model does not have (dense Gemma 4: moe_intermediate_size)."""
     for config in (model_config.hf_config, getattr(model_config.hf_config, "text_config", None)):
         if config is not None and getattr(config, attr_name, 0) is None:
             return model_config

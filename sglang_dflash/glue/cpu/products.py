@@ -1,9 +1,9 @@
-"""Matrix products of one block's rows on a CPU, with weights laid out for them once.
+"""GEMMs over one block's rows on a CPU, with weights packed once.
 
-A product of 16 rows reads its weight like one of a single row, but the library rearranges the
-weight first, every time, and that takes about as long as the product. MKL, or oneDNN where a torch
-has no MKL (on Arm), keeps a rearranged copy: a second copy of every large weight in memory, for
-about half the time of a verify pass.
+A GEMM of 16 rows reads its weight once, like a single row's, but the library repacks the weight on
+every call, which takes about as long as the GEMM. MKL, or oneDNN where torch has no MKL (on Arm),
+can keep a packed copy: a second copy of every large weight in memory, for about half the time of a
+verify pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sglang_dflash.glue import changes, compat
 
-# elements; a smaller weight is not worth a copy
+# in elements; a smaller weight is not worth a copy
 MIN_WEIGHT = 1 << 16
 HAS_MKL = torch.backends.mkl.is_available()
 
@@ -26,7 +26,7 @@ WEIGHT = changes.Fields(
 
 
 def install() -> None:
-    """Have SGLang's linear layers and its head multiply blocks so."""
+    """Use packed weights for blocks in SGLang's linear layers and LM head."""
     why = "a block's rows multiply with weights laid out for them"
     changes.attach(
         {
@@ -37,7 +37,7 @@ def install() -> None:
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Return x [B, K] times weight [N, K] transposed; None if these are not a block's rows."""
+    """Return x [B, K] times weight [N, K] transposed; None if the packed GEMM does not apply."""
     rows = block_rows()
     if (
         x.shape[:-1] != (rows,)
@@ -56,7 +56,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | 
 
 
 def forget_packed(model: torch.nn.Module) -> None:
-    """Drop the copies of a model's weights, for these are about to differ or do already."""
+    """Drop the packed copies of a model's weights, because the weights change or have changed."""
     for weight in model.parameters():
         if hasattr(weight, "packed_for_blocks"):
             WEIGHT.delete(weight, "packed_for_blocks")
@@ -70,7 +70,7 @@ def _reorder(weight: Tensor, rows: int | None) -> Tensor:
 
 @functools.cache
 def block_rows() -> int | None:
-    """Return the rows of a block; None without blocks, or with neither library."""
+    """Return the number of rows of a block; None without DFLASH, or with neither library."""
     if not (HAS_MKL or torch.backends.mkldnn.is_available()):
         return None
     args = compat.get_server_args()

@@ -1,6 +1,6 @@
-"""What SGLang's sampling lacks without a GPU: seeded noise, and grammar masks.
+"""Torch versions of what SGLang's sampling lacks without a GPU: seeded noise and grammar masks.
 
-On a GPU both are Triton kernels; these are the same functions in torch.
+On a GPU both are Triton kernels; these compute the same functions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WORD = 0xFFFFFFFF
 
 
 def install() -> None:
-    """Let --enable-deterministic-inference and xgrammar run on a CPU."""
+    """Make --enable-deterministic-inference and xgrammar work on a CPU."""
     why = "deterministic inference runs on a CPU"
     changes.register("add_deterministic_choices", ["torch_native"], why=why)
     changes.register("add_radix_deterministic_choices", ["torch_native"], why=why)
@@ -32,7 +32,7 @@ def install() -> None:
 
 
 def _skip_batch_invariant_mode(original: Any, runner: Any) -> None:
-    """Its kernels are Triton's. In fp32 a row's result depends on its batch by rounding alone."""
+    """Do nothing: its kernels are Triton's. In fp32 the batch affects a row only by rounding."""
 
 
 def _murmur_hash32(original: Any, seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def _murmur_hash32(original: Any, seed: Tensor, positions: Tensor, columns: Tens
         word = _times(word, 0xCC9E2D51)
         word = _times(_rotate(word, 15), 0x1B873593)
         state = (_times(_rotate(state ^ word, 13), 5) + 0xE6546B64) & WORD
-    # the length in bytes, then the final avalanche
+    # mix in the length in bytes, then the final avalanche
     state = state ^ 16
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         state = _times(state ^ (state >> shift), factor)
@@ -52,7 +52,7 @@ def _murmur_hash32(original: Any, seed: Tensor, positions: Tensor, columns: Tens
 
 
 def _times(x: Tensor, factor: int) -> Tensor:
-    """Multiply modulo 2^32, in halves so that 63 bits are enough."""
+    """Multiply modulo 2^32, in 16-bit halves so that the products fit in 63 bits."""
     low, high = x & 0xFFFF, x >> 16
     return (low * factor + ((high * factor & 0xFFFF) << 16)) & WORD
 
@@ -62,7 +62,7 @@ def _rotate(x: Tensor, bits: int) -> Tensor:
 
 
 def _allocate_token_bitmask(original: Any, vocab_size: int, batch_size: int) -> Tensor:
-    """Without pinned memory, which needs a GPU."""
+    """Allocate without pinned memory, which needs a GPU."""
     import xgrammar
 
     shape = xgrammar.get_bitmask_shape(batch_size, vocab_size)

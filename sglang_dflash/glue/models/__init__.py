@@ -1,1 +1,1 @@
-"""As long as the server: the drafter, the target's heads, its verify pass and its weights."""
+"""Server-lifetime parts: the drafter, the target's heads, verify pass and weight updates."""

@@ -1,8 +1,8 @@
-"""The drafter network on SGLang's layers. Architecture name and tensor names are the releases'.
+"""The drafter network on SGLang's layers. Architecture and tensor names are the checkpoints'.
 
-A Qwen3-style stack without embedding or head of its own: it borrows the target's. Only block
-tokens pass through the layers; target tokens enter as draft KV, made from features outside of them
-with `fc`, `hidden_norm` and each layer's `kv_weight` and `k_norm`.
+A Qwen3-style stack that shares the target's embedding and head. Only block tokens pass through the
+layers; target tokens enter as draft KV, computed from features outside the layers with `fc`,
+`hidden_norm` and each layer's `kv_weight` and `k_norm`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sglang_dflash.config import DrafterSpec
 from sglang_dflash.glue import changes, compat
 
-# checkpoint name -> (our fused parameter, which part of it)
+# checkpoint name -> (our fused parameter, shard of it)
 FUSED = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),
@@ -86,7 +86,7 @@ class DraftAttention(nn.Module):
 
     @property
     def kv_weight(self) -> Tensor:
-        """The rows of the fused projection that make keys and values; follows a weight update."""
+        """The K and V rows of the fused QKV weight; follows a weight update."""
         return self.qkv_proj.weight[self.q_size :]
 
     def forward(self, positions: Tensor, hidden: Tensor, forward_batch: Any) -> Tensor:
@@ -163,18 +163,18 @@ class DFlashDraftModel(nn.Module):
         self._embed: Callable[[Tensor], Tensor] | None = None
 
     def share_embedding(self, embed: Callable[[Tensor], Tensor]) -> None:
-        """Embed block tokens as the target does, its scaling included."""
+        """Embed block tokens with the target's embedding, including its scaling."""
         self._embed = embed
 
     def get_attention_sliding_window_size(self) -> int | None:
-        """Return the window of the sliding layers as SGLang counts it, without the query."""
+        """Return the sliding window as SGLang counts it, without the query token."""
         return None if self.spec.sliding_window is None else self.spec.sliding_window - 1
 
     @torch.no_grad()
     def forward(
         self, input_ids: Tensor, positions: Tensor, forward_batch: Any, **_unused: Any
     ) -> Any:
-        """Return the normed hidden state of every block token as `hidden_states`."""
+        """Return the final normed hidden states of all block tokens as `hidden_states`."""
         assert self._embed is not None, "share_embedding was not called"
         hidden, residual = self._embed(input_ids).to(self.fc.weight.dtype), None
         for layer in self.layers:
@@ -183,8 +183,8 @@ class DFlashDraftModel(nn.Module):
         return compat.LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load a released checkpoint. Raise ValueError unless every parameter is filled, once
-        and in its shape, and every tensor finds a parameter."""
+        """Load a released checkpoint. Raise ValueError unless every parameter is filled exactly
+        once, with the right shape, and every tensor has a parameter."""
         params = dict(self.named_parameters())
         missing = {name: len(_parts_of(name)) for name in params}
         whole_shapes = _whole_shapes(self.config, self.spec)
@@ -216,7 +216,7 @@ class DFlashDraftModel(nn.Module):
 
 
 def _whole_shapes(config: Any, spec: DrafterSpec) -> dict[str, tuple[int, int]]:
-    """Return the shapes of all weights of which a rank may keep a part only, by checkpoint name."""
+    """Return the unsharded shapes of weights that ranks may shard, by checkpoint name."""
     hidden, inner = spec.hidden_size, config.intermediate_size
     query = config.num_attention_heads * spec.head_dim
     key = spec.num_kv_heads * spec.head_dim
@@ -243,7 +243,7 @@ def _parts_of(name: str) -> list[Any]:
 
 
 def _undo_padding(config: Any) -> None:
-    """Give a config its own sizes back: on a CPU SGLang pads those that ranks do not divide."""
+    """Restore a config's own sizes: on a CPU SGLang pads those not divisible by the ranks."""
     for name, own in (
         ("num_attention_heads", "original_num_attention_heads"),
         ("num_key_value_heads", "original_total_num_kv_heads"),

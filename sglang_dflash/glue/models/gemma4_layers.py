@@ -1,9 +1,9 @@
-"""A Gemma-4 layer's verify pass in fewer launches: what lies between its products, fused.
+"""A Gemma-4 layer's verify pass in fewer launches: the ops between its GEMMs are fused.
 
 The forward of each layer is replaced on the instance, for verify blocks only. Norms and RoPE of q,
-k and v are one launch, so are the norms around a residual, across the border of two layers, too.
-With few rows, products whose shape was measured to gain run as `thin_linear`. The kernels are in
-`kernels/gemma_layer/`. Experts themselves run as SGLang's.
+k and v are one launch, and so are the norms around a residual, even across a layer boundary. With
+few rows, GEMMs of shapes that measured faster run as `thin_linear`. The kernels are in
+`kernels/gemma_layer/`. The experts themselves stay SGLang's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PRODUCTS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.d
 
 
 def install_fused_layers(model: Any, ops: Ops) -> str:
-    """Fuse every layer of a Gemma-4 target; return what serves the layers."""
+    """Fuse every layer of a Gemma-4 target; return which implementation runs the layers."""
     layers = [m for m in model.modules() if type(m).__name__ == "Gemma4DecoderLayer"]
     if not layers:
         return "sglang"
@@ -33,7 +33,7 @@ def install_fused_layers(model: Any, ops: Ops) -> str:
 
 
 def describe_layers(serves: str, ops: Ops) -> dict[str, str]:
-    """Return what runs the ops of a layer, by what serves the layers; nothing where ours do."""
+    """Return what runs the fused ops, given what runs the layers; empty if those are ours."""
     if serves == f"sglang_dflash.{ops.name}":
         return {}
     kept = "sglang (the fused layer is Gemma 4's)" if serves == "sglang" else serves
@@ -41,9 +41,9 @@ def describe_layers(serves: str, ops: Ops) -> dict[str, str]:
 
 
 def fold_router_scales(model: Any) -> None:
-    """Fold the scale of every Gemma-4 router into its norm again, after new weights.
+    """Fold the scale of every Gemma-4 router into its norm again, after a weight update.
 
-    SGLang folds once, before the first forward, and would keep the scale of that day.
+    SGLang folds once, before the first forward, and would keep the old scale.
     """
     for module in model.modules():
         if type(module).__name__ == "Gemma4Router" and module._scale_fused:
@@ -51,7 +51,7 @@ def fold_router_scales(model: Any) -> None:
 
 
 def _why_not(layer: Any) -> str | None:
-    """Return what of a layer the fused one does not know."""
+    """Return what the fused layer does not support in a layer; None if it supports all of it."""
     attention = layer.self_attn
     if layer.has_ple:
         return "per-layer embeddings"
@@ -74,14 +74,14 @@ def _why_not(layer: Any) -> str | None:
 
 
 class FusedLayer:
-    """One layer's verify pass. It norms its result for the layer that follows."""
+    """One layer's verify pass. It also applies the next layer's input norm to its result."""
 
     def __init__(self, layer: Any, following: FusedLayer | None, ops: Ops) -> None:
         self._layer = layer
         self._following = following
         self._ops = ops
         self._original = layer.forward
-        # what the layer before has normed already, and the result it was normed from
+        # the previous layer's result, and that result with our input norm applied
         self._ready: tuple[Tensor, Tensor] | None = None
         changes.replace(
             layer, "forward", self.forward, why="a verify pass fuses what lies between products"
@@ -95,7 +95,7 @@ class FusedLayer:
         forward_batch: Any,
         **unusual: Any,
     ) -> tuple[Tensor, None]:
-        """Do what SGLang's layer does."""
+        """Compute what SGLang's layer computes."""
         if not forward_batch.forward_mode.is_target_verify():
             return self._original(
                 positions, hidden_states, per_layer_input, forward_batch, **unusual
@@ -124,7 +124,7 @@ class FusedLayer:
         return result, None
 
     def _middle_norms(self) -> tuple[Tensor, ...]:
-        """Return the weights of the norms after attention: for the MLP, the router, the experts."""
+        """Return the norm weights after attention: for the MLP, the router and the experts."""
         layer = self._layer
         if not layer.enable_moe_block:
             return (layer.pre_feedforward_layernorm.weight,)
@@ -139,7 +139,7 @@ class FusedLayer:
     def _expert_branch(
         self, for_router: Tensor, for_experts: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the experts' output [n, H], and the norm weights of the MLP's sum and of it."""
+        """Return the experts' output [n, H], and the norm weights of the MLP's output and of it."""
         layer = self._layer
         answer = layer.moe(for_experts, layer.router.proj(for_router)[0])
         mlp_norm, own_norm = layer.post_feedforward_layernorm_1, layer.post_feedforward_layernorm_2
@@ -156,7 +156,7 @@ class FusedLayer:
         return self._layer.input_layernorm(hidden_states)
 
     def _attend(self, x: Tensor, positions: Tensor, forward_batch: Any) -> Tensor:
-        """Return attention's result as split-K partial sums, [S, n, H]."""
+        """Return the attention output as split-K partial sums, [S, n, H]."""
         own = self._layer.self_attn
         partial_sums = self._multiply(x, own.qkv_proj)
         qkv = partial_sums[0] if len(partial_sums) == 1 else partial_sums.sum(0).to(x.dtype)
@@ -176,7 +176,7 @@ class FusedLayer:
         return self._multiply(attended.flatten(1), own.o_proj)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        """Return the MLP's result as split-K partial sums, [S, n, H]."""
+        """Return the MLP output as split-K partial sums, [S, n, H]."""
         mlp = self._layer.mlp
         return self._multiply(mlp.act_fn(mlp.gate_up_proj(x)[0]), mlp.down_proj)
 

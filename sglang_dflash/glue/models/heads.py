@@ -1,4 +1,4 @@
-"""The target's head: for the drafter's tokens, and for the rows of a verify pass."""
+"""The target's LM head, for drafting and for the rows of a verify pass."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ HEAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class DraftHead:
-    """The target's head as a drafter uses it: argmax drafts and sampled drafts.
+    """The target's head as the drafter uses it: argmax drafts and sampled drafts.
 
-    With tensor parallelism each rank owns a contiguous, ascending part of the vocabulary, so the
-    first rank with the highest value holds the token that one big argmax would give.
+    With tensor parallelism each rank owns a contiguous shard of the vocabulary, in ascending order,
+    so the first rank with the highest value holds the token that a global argmax would give.
     """
 
     def __init__(self, target_model: Any, vocab_size: int, ops: Ops) -> None:
@@ -33,22 +33,22 @@ class DraftHead:
         self._group = compat.get_tp_group() if shard is not None else None
 
     def allocate_logits(self, rows: int) -> Tensor:
-        """Return a buffer for the logits of so many rows, vocabulary padding included."""
+        """Return a buffer for the logits of `rows` rows, vocabulary padding included."""
         weight = self._head.weight
         return weight.new_empty(rows, weight.shape[0])
 
     def multiply(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return this rank's logits of hidden states [n, H], in `out` if there is any."""
+        """Return this rank's logits of hidden states [n, H], in `out` if given."""
         weight = self._head.weight
         return self.without_vocab_padding(_multiply(hidden.to(weight.dtype), weight, out))
 
     def without_vocab_padding(self, logits: Tensor) -> Tensor:
-        """Return a view of logits without the columns that no token uses."""
+        """Return a view of logits without the padding columns."""
         return logits[:, : self._size]
 
     def choose(self, logits: Tensor, *, logit_cap: float, noise: Noise | None) -> Tensor:
         """Return the argmax of each row of logits and, with noise, a sampled token;
-        [1 or 2, n] int64. A rank that sees a part of the vocabulary samples none."""
+        [1 or 2, n] int64. With a sharded vocabulary nothing is sampled."""
         if self.sees_all:
             if noise is None:
                 return self._ops.argmax_rows(logits)[None]
@@ -66,7 +66,7 @@ class DraftHead:
 
 
 def _refuse_quantised(head: Any) -> None:
-    """Raise ValueError unless logits are a product with the head's weight as it is."""
+    """Raise ValueError unless logits are a plain GEMM with the head's weight."""
     weight = getattr(head, "weight", None)
     if weight is not None and weight.dtype in HEAD_DTYPES:
         return
@@ -80,7 +80,7 @@ def _refuse_quantised(head: Any) -> None:
 
 
 def _shard_of(head: Any, vocab_size: int) -> Any:
-    """Return this rank's part of the vocabulary; None for a head that every rank has whole."""
+    """Return this rank's vocabulary shard; None if every rank has the whole head."""
     if isinstance(head, compat.VocabParallelEmbedding):
         return head.shard_indices
     if head.weight.shape[0] < vocab_size:
@@ -100,7 +100,7 @@ def _multiply(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
 
 
 class BlockHead:
-    """The draft head over blocks of hidden states, whose first rows are anchors."""
+    """The draft head over blocks of hidden states; the first row of each block is its anchor."""
 
     def __init__(self, head: DraftHead, *, block_size: int, logit_cap: float) -> None:
         self._head = head
@@ -108,20 +108,20 @@ class BlockHead:
         self._logit_cap = logit_cap
 
     def allocate_logits(self, requests: int) -> Tensor:
-        """Return a buffer for the logits of so many blocks, anchors left out."""
+        """Return a buffer for the logits of `requests` blocks, without anchors."""
         return self._head.allocate_logits(requests * (self.block_size - 1))
 
     def draft(
         self, hidden: Tensor, noise: Noise | None, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the argmax drafts of blocks of hidden states and, with noise, sampled ones,
-        [1 or 2, b, B - 1]; and the logits, in `out` if given, [b, B - 1, V], None on a rank that
-        sees a part of the vocabulary."""
+        """Return the argmax drafts of blocks of hidden states and, with noise, sampled drafts,
+        [1 or 2, b, B - 1]; and the logits, in `out` if given, [b, B - 1, V], None if the
+        vocabulary is sharded."""
         size = hidden.shape[0] // self.block_size
         if out is not None or hidden.device.type != "cpu":
             hidden = hidden.unflatten(0, (size, -1))[:, 1:].flatten(0, 1)
         elif noise is not None:
-            # whole blocks multiply faster there, though the first row is not needed
+            # on a CPU the GEMM is faster over whole blocks, though the first row is not needed
             noise = Noise(noise.keys.roll(1, dims=1), noise.scales)
         logits = self._head.multiply(hidden, out)
         drafts = self._head.choose(logits, logit_cap=self._logit_cap, noise=noise)
@@ -129,7 +129,7 @@ class BlockHead:
         return drafts, self._by_block(logits, size)
 
     def logits_by_block(self, logits: Tensor, size: int) -> Tensor | None:
-        """Return what `draft` returns of a buffer that holds the logits of so many blocks."""
+        """Return the logits as `draft` does, from a buffer that holds those of `size` blocks."""
         rows = logits[: size * (self.block_size - 1)]
         return self._by_block(self._head.without_vocab_padding(rows), size)
 
@@ -142,9 +142,9 @@ class BlockHead:
 class VerifyHead:
     """The logits of a verify pass, left in the head's dtype until a sampler needs fp32.
 
-    Plain decoding turns them to fp32 and caps them before it looks for the highest. For greedy
-    rows both happen on the fly, without half a gigabyte of fp32 at 32 requests; for sampled rows
-    they happen here, by the same operations.
+    Plain decoding casts them to fp32 and applies the softcap before the argmax. For greedy rows
+    both happen on the fly, which avoids half a gigabyte of fp32 at 32 requests; for sampled rows
+    they happen here, with the same operations.
     """
 
     def __init__(self, target_model: Any, ops: Ops, *, device_type: str) -> None:
@@ -166,7 +166,7 @@ class VerifyHead:
         )
 
     def greedy(self, logits: Tensor) -> Tensor:
-        """Return the token that plain greedy decoding takes after each row, [n] int64."""
+        """Return plain greedy decoding's token after each row, [n] int64."""
         return self._ops.argmax_rows(logits, self.cap)
 
     def as_sampler_logits(self, logits: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class VerifyHead:
 
 
 def _why_sglangs_logits(processors: list[Any], device_type: str) -> str | None:
-    """Return why a verify pass keeps SGLang's logits; None where it need not."""
+    """Return why a verify pass has to keep SGLang's logits; None if ours can be used."""
     if device_type == "cpu":
         return "a CPU gains nothing by others"
     if len(processors) != 1:

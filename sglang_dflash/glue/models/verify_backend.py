@@ -1,8 +1,8 @@
-"""Our verify attention in the target's Triton backend, and where a drafter's backend plans.
+"""Our verify attention in the target's Triton backend, and in-graph planning for the drafter's.
 
-Three methods of the backend are replaced on the instance, for verify blocks only: the layout of
+Three methods of the backend are replaced on the instance, for verify blocks only: the indexing of
 prefixes before a graph runs (SGLang's reads a length on the host, which stalls every step of a
-model with sliding windows), a layer's attention, and the size of the graphs' buffers.
+model with sliding windows), a layer's attention, and the sizing of the graphs' buffers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ OURS = "sglang_dflash.verify_attention"
 
 
 def install_verify_attention(runner: Any, ops: Ops, *, max_requests: int, block_size: int) -> str:
-    """Let our kernel serve the target's blocks, before graphs are captured; return what serves.
+    """Use our kernel for the target's verify blocks; call before graph capture. Return what runs.
 
-    Another backend keeps its own kernel. So does the Triton backend in a mode, or with a layer,
-    that ours does not know; the reason is logged and returned.
+    Other backends keep their own kernel. So does the Triton backend in a mode, or with a layer,
+    that ours does not support; the reason is logged and returned.
     """
     backend = runner.attn_backend
     if not isinstance(backend, compat.TritonAttnBackend) or ops.verify_attention is None:
@@ -43,10 +43,10 @@ def install_verify_attention(runner: Any, ops: Ops, *, max_requests: int, block_
 
 
 def describe_verify_attention(serves: str, ops: Ops) -> dict[str, str]:
-    """Return what runs the ops of verify attention, by what serves; nothing where ours do."""
+    """Return what runs the verify attention ops, given the kernel in use; empty if it is ours."""
     if serves == OURS:
         return {}
-    # on a CPU the backend is ours, too, and attends by the twins' `paged_attention`
+    # on a CPU the backend is ours, too, and runs the torch reference `paged_attention`
     kept = f"torch ({serves})" if ops.verify_attention is None else f"sglang ({serves})"
     return {"verify_attention": kept, "index_prefixes": kept}
 
@@ -91,9 +91,9 @@ def _foreign_layers(shapes: list[Any]) -> str | None:
 def shrink_graph_buffers(backend: Any) -> None:
     """Size a Triton backend's index buffers by requests, not by requests times block.
 
-    SGLang sizes them for a decode step in which every token has a context of its own. In a verify
-    pass the tokens of a block share one: at 262,144 tokens of context and 32 requests that is
-    64 MiB instead of a gigabyte.
+    SGLang sizes them for a decode step, where every token has its own context. In a verify pass
+    the tokens of a block share one: at a context of 262,144 tokens and 32 requests that is 64 MiB
+    instead of a gigabyte.
     """
     original = backend.init_cuda_graph_state
 
@@ -117,10 +117,10 @@ def shrink_graph_buffers(backend: Any) -> None:
 
 
 def plan_in_graph(draft_backend: Any) -> None:
-    """Record what a FlashAttention backend does before each replay of a draft graph into the graph.
+    """Capture a FlashAttention backend's pre-replay planning into the draft graph itself.
 
-    Lengths and page table are half a dozen launches, and all they read are the graph's own inputs
-    and the slot table. The target's graphs must not do this: from their start on the scheduler may
+    Lengths and page table take half a dozen launches, which read only the graph's own inputs and
+    the slot table. The target's graphs must not do this: once one has started, the scheduler may
     write the slot table.
     """
     plan = draft_backend.init_forward_metadata_out_graph
@@ -166,7 +166,7 @@ class VerifyBackend:
     def lay_out_prefixes(
         self, bs: int, seq_lens: Tensor, request_rows: Tensor, _spec_info: Any
     ) -> None:
-        """Fill what a graph reads about the batch, without asking the device for a length."""
+        """Fill a graph's batch index buffers, without reading a length back from the device."""
         backend = self._backend
         backend.qo_indptr[: bs + 1].copy_(self._block_bounds[: bs + 1])
         batch = (backend.req_to_token, request_rows[:bs], seq_lens[:bs])
@@ -182,8 +182,8 @@ class VerifyBackend:
             )
 
     def _window_slots(self) -> Tensor | None:
-        """Return the slot of each token in the sliding layers' own pool; None if all layers share
-        one, where a token has one slot."""
+        """Return the map from full-pool slots to those of the sliding-window pool; None if all
+        layers share one pool, and a token has one slot."""
         if not self._backend.use_sliding_window_kv_pool:
             return None
         slots = self._backend.token_to_kv_pool.full_to_swa_index_mapping
@@ -205,7 +205,7 @@ class VerifyBackend:
         save_kv_cache: bool = True,
         **unusual: Any,
     ) -> Tensor:
-        """Run one layer: a verify block by our kernel, anything else as SGLang does."""
+        """Run one layer: our kernel for verify blocks, SGLang's for anything else."""
         ours = forward_batch.forward_mode.is_target_verify()
         if ours and not self._knows(q, k, v, layer, save_kv_cache, unusual):
             ours = False
@@ -224,7 +224,7 @@ class VerifyBackend:
         if windowed and metadata.swa_out_cache_loc is not None:
             slots = metadata.swa_out_cache_loc
         if caches[0].dtype != k.dtype:
-            # a quantised cache: SGLang scales and casts
+            # a quantised KV cache: SGLang scales and casts
             where = compat.KVWriteLoc(forward_batch.out_cache_loc, metadata.swa_out_cache_loc)
             scales = (layer.k_scale, layer.v_scale) if layer.k_scale is not None else ()
             # SGLang scales in place

@@ -1,8 +1,8 @@
-"""New weights for a running server: SGLang's update endpoints change the target, never the drafter.
+"""Weight updates of a running server: they change the target, never the drafter.
 
-SGLang would load a target's checkpoint into the drafter, too, and ends the server when an update
-fails. Here each of its ways to update goes through `TargetUpdates`, which refuses what cannot come
-out right, answers a failure with its reason, and has whatever was made from weights made anew.
+SGLang would load a target's checkpoint into the drafter, too, and a failed update ends the
+server. Here each of its update endpoints goes through `TargetUpdates`, which refuses updates that
+cannot work, answers a failure with its reason, and rebuilds everything derived from weights.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Update = Callable[[Any], tuple[bool, str]]
 
 
 class TargetUpdates:
-    """Every update of the target's weights, from where SGLang asks the target's worker for it."""
+    """Guards every update of the target's weights, at the target worker's methods."""
 
     def __init__(self, target_worker: Any, draft_runner: Any) -> None:
         self._runner = target_worker.model_runner
@@ -77,7 +77,7 @@ class TargetUpdates:
         )
 
     def meet(self, scheduler: Any) -> None:
-        """Know who has requests and a cache."""
+        """Attach the scheduler, which has the requests and the cache."""
         self._scheduler = scheduler
 
     def _guarded(self, update: Update) -> Update:
@@ -89,7 +89,7 @@ class TargetUpdates:
             if failure is None:
                 return True, self.describe(recv_req)
             if recv_req.flush_cache:
-                # SGLang flushes after success only, but some weights may be new
+                # SGLang flushes only on success, but some weights may already be new
                 self._scheduler.flush_cache(empty_cache=recv_req.torch_empty_cache)
             return False, (
                 f"{failure} The target may hold some of the new weights. Update it again with all "
@@ -99,7 +99,7 @@ class TargetUpdates:
         return guarded
 
     def describe(self, recv_req: Any) -> str:
-        """Return what an update that succeeded has done, and what it has not."""
+        """Return the message of a successful update, with what it did not do."""
         return DONE if recv_req.flush_cache else DONE + NOT_FLUSHED
 
     def _refuse(self, recv_req: Any) -> str | None:
@@ -120,10 +120,10 @@ class TargetUpdates:
         return None
 
     def _drain_finished(self) -> None:
-        """If every request in the scheduler's batches is finished, process what is left of them.
+        """Process the remaining steps of finished requests, if all requests in batches are finished.
 
-        A request's answer is out before the scheduler has dropped it from its batches, and with
-        overlap scheduling while one more step runs: an update right after the answer finds those.
+        A request's answer is sent before the scheduler drops it from its batches, and with overlap
+        scheduling while one more step runs: an update right after the answer still finds both.
         """
         scheduler = self._scheduler
         batches = [b for b in (scheduler.running_batch, scheduler.last_batch) if b is not None]
@@ -135,11 +135,11 @@ class TargetUpdates:
             SCHEDULER.write(scheduler, last_batch=None)
             running = SCHEDULER.edit(scheduler, "running_batch")
             running.filter_batch()
-            # SGLang resets it only where it filters itself, and admits nobody until then
+            # SGLang resets this only where it filters itself, and admits no request until then
             running.batch_is_full = False
 
     def _attempt(self, update: Update, recv_req: Any) -> str | None:
-        """Update, and return why it failed, if it did."""
+        """Update; return the reason if it failed, else None."""
         before = addresses(self._runner.model)
         success, message = _answer(update, recv_req)
         self._renew()
@@ -161,12 +161,12 @@ class TargetUpdates:
             self._renew()
 
     def _renew(self) -> None:
-        """Have everything that was made from weights made again."""
+        """Rebuild everything derived from weights."""
         products.forget_packed(self._runner.model)
         fold_router_scales(self._runner.model)
 
     def _agreed(self, failure: str | None) -> str | None:
-        """Return the first failure of any rank: all must answer, and flush, alike."""
+        """Return the first failure of any rank: all ranks must answer, and flush, alike."""
         group = compat.get_tp_group()
         failures = [failure] * group.world_size
         if group.world_size > 1:
@@ -175,7 +175,7 @@ class TargetUpdates:
 
 
 def _answer(update: Update, recv_req: Any) -> tuple[bool, str]:
-    """Return what an update returns; a failure is an answer, too, and must not end the server."""
+    """Run an update; return an exception as a failed result, so that the server survives it."""
     try:
         return update(recv_req)
     except Exception as error:
@@ -184,5 +184,5 @@ def _answer(update: Update, recv_req: Any) -> tuple[bool, str]:
 
 
 def addresses(model: Any) -> dict[str, int]:
-    """Return where each weight of a model lies."""
+    """Return the data pointer of each parameter of a model."""
     return {name: weight.data_ptr() for name, weight in model.named_parameters()}

@@ -1,1 +1,1 @@
-"""SGLang's own programs, as our commands run them."""
+"""SGLang's own programs, run by our commands."""

@@ -1,4 +1,4 @@
-"""SGLang's offline engine, decoding plainly: where a target's answers come from on a GPU."""
+"""SGLang's offline engine without speculation: it generates a target's answers on a GPU."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def offline_engine(
     rows: int,
     attention_backend: str,
 ) -> Iterator[Ask]:
-    """Start an engine that answers `rows` questions at once; it ends, and frees its GPU, with the
-    block. Sampled answers depend on the seed and on what else is in a batch."""
+    """Run an engine that answers `rows` questions at once; leaving the context shuts it down and
+    frees its GPU. Sampled answers depend on the seed and on the rest of the batch."""
     context_length = max_length + 8
     engine = compat.Engine(
         model_path=model_path,
-        # tokens in, tokens out: text would have to be encoded again, which is not always the same
+        # tokens in, tokens out: re-encoding text does not always give the same tokens
         skip_tokenizer_init=True,
         random_seed=seed,
         context_length=context_length,
         max_running_requests=rows,
         attention_backend=attention_backend,
-        # needs no compiler on the host
+        # does not need a compiler on the host
         sampling_backend="pytorch",
         **_device_settings(rows, context_length),
     )
@@ -53,18 +53,18 @@ def _device_settings(rows: int, context_length: int) -> dict[str, Any]:
         }
     return {
         "mem_fraction_static": 0.8,
-        # no more than can be used: several engines, each for prompts of its own, then fit on a GPU
+        # no more than can be used, so that several engines with different prompts fit on a GPU
         "max_total_tokens": rows * context_length,
-        # nearly all steps are full ones, and each size takes most of a second to capture
+        # nearly all steps run a full batch, and each size takes most of a second to capture
         "cuda_graph_bs_decode": sorted({rows >> n for n in range(rows.bit_length())}),
-        # prompts are a small part of the work, and their graphs take a while to capture
+        # prefill is a small part of the work, and its graphs take a while to capture
         "disable_prefill_cuda_graph": True,
     }
 
 
 def _ask(engine: Any, questions: Sequence[Question], stop: list[int]) -> list[list[int]]:
     answers: dict[int, list[int]] = {}
-    # apart, because a batch that holds both sorts the whole vocabulary in every step
+    # separately, because a mixed batch sorts the whole vocabulary in every step
     for greedy in (True, False):
         places = [i for i, q in enumerate(questions) if (q.temperature == 0) == greedy]
         if not places:
@@ -82,7 +82,7 @@ def _sampling(question: Question, stop: list[int]) -> dict[str, Any]:
         "temperature": question.temperature,
         "max_new_tokens": question.max_new_tokens,
         "stop_token_ids": stop,
-        # the target's whole distribution, whatever its generation_config prefers
+        # the target's full distribution, whatever its generation_config sets
         "top_p": 1.0,
         "top_k": -1,
         "min_p": 0.0,

@@ -11,5 +11,5 @@ LAUNCHER = "sglang.launch_server"
 def run_server(arguments: list[str]) -> None:
     """Serve until stopped, with SGLang's own arguments."""
     sys.argv = [LAUNCHER, *arguments]
-    # processes that SGLang spawns import __main__ again, which must be the stock one
+    # processes that SGLang spawns import __main__ again: it must be the stock launcher
     runpy.run_module(LAUNCHER, run_name="__main__", alter_sys=True)

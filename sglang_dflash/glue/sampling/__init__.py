@@ -1,1 +1,1 @@
-"""What the requests of a batch ask for: a plan, adjusted rows, or a refusal."""
+"""Sampling parameters of a batch: a sampling plan, per-row logit adjustments, or a refusal."""

@@ -1,7 +1,7 @@
 """The grammar mask of every row of a block.
 
-Row k may only hold what the grammar allows after the drafts 1..k. The matcher walks along the
-draft while it is legal and is rolled back: only committed tokens move it for good, in SGLang.
+Row k allows only the tokens that the grammar allows after drafts 1..k. The matcher advances along
+the drafts while they are legal, then is rolled back: SGLang advances it by committed tokens only.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def mask_rows(
 ) -> Any:
     """Return the mask of all rows, ready to apply; rows without a grammar allow everything.
 
-    `blocks` are the blocks' tokens, anchor first. Past a draft that the grammar forbids, rows stay
-    open: the walk cannot reach them.
+    `blocks` are the blocks' tokens, anchor first. Rows after a draft that the grammar forbids stay
+    unmasked: acceptance cannot reach them.
     """
     grammar = next(req.grammar for req in reqs if req.grammar is not None)
     width = len(blocks[0])

@@ -1,9 +1,9 @@
-"""Penalties and `min_new_tokens`, row by row of a block.
+"""Penalties and `min_new_tokens` for each row of a block.
 
-SGLang's penalisers move on by one token a step, and not at all under speculation. Here each
-penalised request has its sums on the device, keyed by its row in the slot table. A verify row sees
-them as if the drafts before it had been generated; a commit adds the tokens that were. Nothing is
-read on the host, so overlap scheduling changes nothing.
+SGLang's penalisers advance by one token per step, and not at all under speculation. Here each
+penalised request has its penalty sums on the device, keyed by its row in the slot table. A verify
+row sees them as if the drafts before it had been generated; a commit adds the committed tokens.
+Nothing is read on the host, so overlap scheduling changes nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def is_penalised(req: Any) -> bool:
 
 @dataclass
 class PenaltyState:
-    """The penalties that the tokens of p requests add up to, frequency and presence apart, each
-    summed in plain decoding's order."""
+    """Accumulated penalties of p requests; frequency and presence are kept apart, each summed in
+    plain decoding's order."""
 
     frequency: Tensor  # [p, V], subtracted
     presence: Tensor  # [p, V], subtracted
@@ -42,7 +42,7 @@ class PenaltyState:
 
     @classmethod
     def stack(cls, parts: Sequence[PenaltyState]) -> PenaltyState:
-        """Join the sums of single requests, as a copy."""
+        """Concatenate the sums of single requests into a copy."""
         return cls(
             torch.cat([part.frequency for part in parts]),
             torch.cat([part.presence for part in parts]),
@@ -56,7 +56,7 @@ class PenaltyState:
         return [PenaltyState(*row) for row in rows]
 
     def add(self, tokens: Tensor, rates: PenaltyParams, is_committed: Tensor | None = None) -> None:
-        """Take in one token of each request; `is_committed` [p] is False where there is none."""
+        """Add one token per request; `is_committed` [p] is False for requests to skip."""
         at = tokens[:, None]
         if is_committed is None:
             self.frequency.scatter_add_(1, at, rates.frequency)
@@ -96,7 +96,7 @@ class PenaltyParams:
 
 
 class PenaltyTable:
-    """The sums of every penalised request that runs."""
+    """The penalty sums of every running penalised request."""
 
     def __init__(self, vocab_size: int, device: Any) -> None:
         self._vocab_size = vocab_size
@@ -104,9 +104,9 @@ class PenaltyTable:
         self._sums: dict[int, PenaltyState] = {}
 
     def start(self, reqs: Sequence[Any], first_tokens: Tensor) -> None:
-        """Begin after a prompt; a request that was retracted brings its earlier answer along."""
+        """Initialise the sums after prefill; a retracted request already has output tokens."""
         for i, req in enumerate(reqs):
-            # the row may have been another request's
+            # the row may have belonged to another request
             self._sums.pop(req.req_pool_idx, None)
             if not is_penalised(req):
                 continue
@@ -119,7 +119,7 @@ class PenaltyTable:
 
     def apply(
         self,
-        logits: Tensor,  # [b, B, V], changed
+        logits: Tensor,  # [b, B, V], modified in place
         reqs: Sequence[Any],
         token_ids: Tensor,  # [b, B], the block
         lens: Tensor,  # [b], position of the anchor
@@ -141,7 +141,7 @@ class PenaltyTable:
             logits[at, row] = scaled
 
     def commit(self, reqs: Sequence[Any], token_ids: Tensor, commit_lens: Tensor) -> None:
-        """Take in the tokens that a step has committed, [b, B] with `commit_lens` [b]."""
+        """Add a step's committed tokens, [b, B] with `commit_lens` [b]."""
         chosen, at, sums, rates = self._select(reqs)
         if not chosen:
             return
@@ -162,7 +162,7 @@ class PenaltyTable:
 
 
 def _stop_penalties(reqs: Sequence[Any], vocab_size: int, device: Any) -> Tensor:
-    """Return -inf at the tokens that end each request, 0 elsewhere; [p, V]."""
+    """Return -inf at each request's stop tokens, 0 elsewhere; [p, V]."""
     found = torch.zeros(len(reqs), vocab_size)
     for i, req in enumerate(reqs):
         if req.sampling_params.min_new_tokens <= 0:

@@ -1,4 +1,4 @@
-"""What a batch asks for, as a plan by which stage 3 samples with our kernels, where they can."""
+"""The sampling plan of a batch, for stage 3 to sample with our kernels where they can."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from sglang_dflash.glue.sampling.penalties import is_penalised
 from sglang_dflash.kernels import MAX_TOP_K
 from sglang_dflash.types import SamplingPlan
 
-# what SGLang takes for no top_k; top_k 1 is how it spells greedy
+# SGLang's top_k value for no filter; its top_k for greedy is 1
 TOP_K_ALL = 1 << 30
 
 
 def plan_of(batch: Any) -> SamplingPlan | None:
-    """Return what our kernels are to sample for a batch; None if it is greedy, or asks for anything
-    that only SGLang's sampler does."""
+    """Return the sampling plan of a batch for our kernels; None if it is all greedy, or needs
+    anything that only SGLang's sampler does."""
     if not _is_sampled_by_kernels(batch):
         return None
     info = batch.sampling_info
@@ -29,7 +29,7 @@ def plan_of(batch: Any) -> SamplingPlan | None:
 
 
 def _is_sampled_by_kernels(batch: Any) -> bool:
-    """Tell whether every request samples from all tokens or from few, by top_k and top_p, and
+    """Return whether every request samples unfiltered or with a small top_k (and top_p), and
     without a seed."""
     info = batch.sampling_info
     return not (
@@ -46,7 +46,7 @@ def _is_top_k_or_unfiltered(params: Any) -> bool:
 
 
 def is_adjusted(batch: Any) -> bool:
-    """Tell whether a batch asks for more than a choice from each row's logits as they are."""
+    """Return whether a batch needs logprobs, or any change to the logits before sampling."""
     info = batch.sampling_info
     return (
         info.logit_bias is not None

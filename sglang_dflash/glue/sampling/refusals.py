@@ -1,4 +1,4 @@
-"""Requests that cannot be served exactly are refused, each with its reason."""
+"""Refusal, with a reason, of requests that cannot be served exactly."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def _refusal(what: str, why: str, instead: str | None = None) -> str:
 
 
 def refuse_in_scheduler(original: Any, req: Any, enable_overlap: bool) -> str | None:
-    """Stand in for SGLang's check of a request; other block drafters keep theirs."""
+    """Replace SGLang's request check for DFLASH; other block drafters keep it."""
     server_args = compat.get_server_args()
     if server_args.speculative_algorithm != "DFLASH":
         return original(req, enable_overlap)
     reason = refuse_request(req, server_args, enable_overlap=enable_overlap)
     if reason is not None:
-        # SGLang runs an aborted request through one more step, which must not fail on the parameter
+        # SGLang runs an aborted request for one more step, which must not fail on the parameter
         PARAMS.write(req.sampling_params, min_p=0.0)
         REQ.write(req, input_embeds=None)
     return reason

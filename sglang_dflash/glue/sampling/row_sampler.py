@@ -1,9 +1,9 @@
-"""SGLang's own sampler, for whatever our kernels do not sample.
+"""SGLang's own sampler, for everything that our kernels do not sample.
 
-It draws each row of a block with the filters, the order and, where one is given, the seed that
-plain decoding would use at that position, after what comes before sampling there: penalties,
-grammar, logit bias, custom processors, in plain decoding's order. Keeping the drafts that match
-those draws keeps the distribution exact (and the tokens, with a seed).
+It samples each row of a block with the filters, their order and the seed (if any) that plain
+decoding would use at that position. Before it come penalties, grammar mask, logit bias and custom
+processors, in plain decoding's order. Keeping the drafts that match the sampled tokens keeps the
+distribution exact (and the tokens, with a seed).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REQ = changes.Fields(
 
 
 class RowSampler:
-    """SGLang's sampler, for blocks of requests that may each want something else."""
+    """SGLang's sampler over blocks of requests with different sampling parameters."""
 
     def __init__(self, sampler: Any, head: VerifyHead, penalties: PenaltyTable) -> None:
         self._sampler = sampler
@@ -58,8 +58,8 @@ class RowSampler:
     ) -> Tensor | None:
         """Return the target's token after each row, [b, B] int64; logprobs go to `logits_output`.
 
-        `greedy` begins with the argmax of each row, where a graph has taken it. None: the batch is
-        greedy, and the argmax of its logits is still to be taken.
+        `greedy` begins with the argmax of each row, if the CUDA graph has computed it. Return None
+        if the batch is greedy and the argmax of its logits is still to be taken.
         """
         info = batch.sampling_info
         logits = logits_output.next_token_logits
@@ -86,7 +86,7 @@ class RowSampler:
             block.positions.flatten(),
         )
         if batch.return_logprob:
-            # row k's choice is committed token k wherever token k is committed
+            # if token k is committed, it is row k's choice
             logprobs = logits_output.next_token_logprobs
             OUTPUT.write(logits_output, next_token_logprobs=logprobs.view(shape))
         return choices.view(shape).long()
@@ -98,7 +98,7 @@ def _repeat_rows(sampling_info: Any, times: int) -> Any:
         value = getattr(sampling_info, name)
         if value is not None:
             setattr(rows, name, value.repeat_interleave(times, dim=0))
-    # run before the sampler, where each row's own past is known
+    # they run before the sampler, where each row's own prefix is known
     rows.has_custom_logit_processor = False
     return rows
 
@@ -110,7 +110,7 @@ def _repeat(values: Sequence[Any] | None, times: int) -> list[Any]:
 def _mask(
     logits: Tensor, batch: Any, block: DraftBlock, barrier: Callable[[], None] | None
 ) -> None:
-    # with overlap the tokens of the step before may not have moved the matchers yet
+    # with overlap the matchers may not have consumed the previous step's tokens yet
     if barrier is not None:
         barrier()
     if not any(req.grammar is not None for req in batch.reqs):
@@ -127,7 +127,7 @@ def _mask(
 def _run_custom_processors(
     by_row: Tensor, info: Any, reqs: Sequence[Any], blocks: Sequence[Sequence[int]]
 ) -> None:
-    """Run the processors on each row while the requests look as if its drafts were generated."""
+    """Run the processors on each row, with the drafts before it shown as generated output."""
     width = by_row.shape[1]
     shown = 0
     try:

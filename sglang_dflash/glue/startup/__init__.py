@@ -1,1 +1,1 @@
-"""Before anything is loaded: arguments, refusals, memory, and what a target must deliver."""
+"""Before anything is loaded: arguments, refusals, memory sizing, and target feature capture."""

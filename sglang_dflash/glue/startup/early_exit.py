@@ -1,7 +1,7 @@
-"""How a start that cannot succeed ends: before anything is loaded, with one sentence.
+"""Fail fast: a start that cannot succeed ends before anything is loaded, with one sentence.
 
-SGLang's arguments are resolved in Python programs, too, where a refusal is a ValueError to catch.
-From a command line it ends the process, without the traceback of a decision that we made.
+Python programs resolve SGLang's arguments, too: there a refusal is a ValueError to catch. From a
+command line it ends the process, without a traceback because the refusal is deliberate.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from sglang_dflash.checkpoint import check_checkpoint
 
 
 class Refusal(ValueError):
-    """A start that we refuse; the text says what was asked, what was found and what to do."""
+    """A refused start; the text says what was asked for, what was found and what to do."""
 
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Mark what is refused inside as ours."""
+    """Turn a ValueError raised inside into a Refusal."""
     try:
         yield
     except ValueError as error:
@@ -28,7 +28,7 @@ def refusing() -> Iterator[None]:
 
 
 def check_paths_first(original: Any, server_args: Any) -> None:
-    """Stand around SGLang's first use of the paths: it would take a missing folder for a name."""
+    """Wrap SGLang's first use of the paths: it would take a missing folder for a model name."""
     if server_args.speculative_algorithm == "DFLASH":
         with refusing():
             check_checkpoint(server_args.model_path, role="target")
@@ -38,7 +38,7 @@ def check_paths_first(original: Any, server_args: Any) -> None:
 
 
 def prepare_or_end(original: Any, argv: list[str]) -> Any:
-    """Stand around SGLang's reading of a server's command line; end the process if we refuse."""
+    """Wrap SGLang's parsing of a server's command line; exit if we refuse."""
     try:
         server_args = original(argv)
         if server_args.speculative_algorithm == "DFLASH":
@@ -49,13 +49,13 @@ def prepare_or_end(original: Any, argv: list[str]) -> Any:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise Refusal unless a server can listen there now: SGLang would find out at the end."""
+    """Raise Refusal unless the port can be bound now: SGLang would only find out at the end."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as probe:
-            # as the server does: a port is free again as soon as nobody listens
+            # as the server does: the port is free as soon as nothing listens on it
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which targets deliver the hidden states that a drafter reads, and can take drafts back."""
+"""Which targets can capture the drafter's input features, and can roll back rejected drafts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_dflash.glue import compat
 
-# these capture the same layers' outputs for EAGLE-3, and have no method of DFLASH's name
+# these capture the same layer outputs for EAGLE-3, and lack the DFLASH method
 CAPTURE_FOR_EAGLE = ("Qwen2ForCausalLM",)
 
 
@@ -16,10 +16,10 @@ def delivers_features(model_class: type, architecture: str) -> bool:
 
 
 def refuse_recurrent(config: Any, *, name: str) -> None:
-    """Raise ValueError for a target with layers that SGLang gives a state instead of KV.
+    """Raise ValueError for a target with layers that keep a recurrent state instead of KV.
 
-    A verify pass leaves their state as it was; it has to be moved to the last accepted token
-    afterwards, and nobody here does. Asks SGLang, from the config alone.
+    A verify pass leaves that state unchanged; it has to be advanced to the last accepted token
+    afterwards, which is not implemented. SGLang decides, from the config alone.
     """
     asked = SimpleNamespace(
         hf_config=config,
@@ -39,7 +39,7 @@ def refuse_recurrent(config: Any, *, name: str) -> None:
 def configure_capture(
     original: Any, *, model: Any, dflash_use_aux_hidden_state: bool, **rest: Any
 ) -> None:
-    """Have a target capture what the drafter reads, under whichever name it can."""
+    """Make a target capture the drafter's features, by the DFLASH or the EAGLE-3 method."""
     if dflash_use_aux_hidden_state and type(model).__name__ in CAPTURE_FOR_EAGLE:
         model.set_eagle3_layers_to_capture(rest["dflash_target_layer_ids"])
         dflash_use_aux_hidden_state = False

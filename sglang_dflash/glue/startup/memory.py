@@ -1,4 +1,4 @@
-"""KV room that SGLang's own sizing forgets when DFLASH runs."""
+"""KV memory that SGLang's own sizing does not account for under DFLASH."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sglang_dflash.glue.startup.server_args import read_drafter
 def row_headroom(original: Any, server_args: Any) -> int:
     """Widen each request's row of the slot table to hold the two blocks a step reserves.
 
-    SGLang leaves room for one block at page size 1; the second would run over into the next
-    request's row for a request that nears the context length.
+    SGLang leaves room for one block at page size 1; for a request near the context length the
+    second would overflow into the next request's row.
     """
     headroom = original(server_args)
     if server_args.speculative_algorithm != "DFLASH":
@@ -24,10 +24,10 @@ def row_headroom(original: Any, server_args: Any) -> int:
 
 
 def budget_draft_kv(original: Any, configurator: Any, kvc: Any) -> None:
-    """Count the drafter's KV, byte for byte, in what a token costs.
+    """Include the drafter's exact KV bytes in the memory cost of a token.
 
     SGLang scales the target's cost by the number of layers, as if both models' layers were alike,
-    and leaves the drafter out altogether for targets with sliding-window layers.
+    and omits the drafter altogether for targets with sliding-window layers.
     """
     if not kvc.spec_algorithm.is_dflash() or kvc.is_draft_worker:
         return original(configurator, kvc)
@@ -55,7 +55,7 @@ def draft_kv_bytes(kvc: Any) -> int:
 
 
 class _WithoutSpeculation:
-    """A configurator's input that says nothing of the drafter."""
+    """A view of a configurator's input with speculation turned off."""
 
     def __init__(self, kvc: Any) -> None:
         self._kvc = kvc

@@ -14,7 +14,7 @@ from sglang_dflash.glue.startup.feature_capture import delivers_features, refuse
 
 logger = logging.getLogger(__name__)
 
-# what SGLang reserves graph and sampling memory for when the user names no number
+# the default if the user sets none: SGLang sizes CUDA graphs and sampling memory by it
 DEFAULT_MAX_RUNNING_REQUESTS = 48
 
 ARGS = changes.Fields(
@@ -36,7 +36,7 @@ def handle_dflash(server_args: Any) -> None:
     """Check and complete the arguments of a DFLASH server, in place of SGLang's own handler."""
     _refuse_unsupported(server_args)
     _refuse_endless_wait(server_args)
-    # before SGLang does anything with it: whatever it says is checked
+    # before SGLang uses it, so that every field is checked
     drafter = cfg.DrafterSpec.from_config(
         _drafter_config(server_args), name=server_args.speculative_draft_model_path
     )
@@ -61,8 +61,8 @@ def handle_dflash(server_args: Any) -> None:
             "DFLASH: --max-running-requests is %d unless you set it.", DEFAULT_MAX_RUNNING_REQUESTS
         )
     if server_args.min_free_slots_delay is None:
-        # SGLang waits for up to 4 free slots because its DFLASH prefill is expensive. Ours is a few
-        # launches more than a plain one
+        # SGLang waits for up to 4 free slots because its DFLASH prefill is expensive. Ours takes
+        # only a few more launches than a plain one
         ARGS.write(server_args, min_free_slots_delay=1)
     overlap = _overlap(server_args)
     ARGS.write(server_args, disable_overlap_schedule=not overlap.schedule)
@@ -75,7 +75,7 @@ def handle_dflash(server_args: Any) -> None:
 
 
 def _keep_drafter_unquantised(server_args: Any) -> None:
-    """Undo SGLang's default, which quantises the drafter like the target."""
+    """Undo SGLang's default of quantising the drafter like the target."""
     quantised = server_args.speculative_draft_model_quantization
     if quantised is None:
         return
@@ -93,7 +93,7 @@ def _overlap(server_args: Any) -> cfg.Overlap:
 
 
 def resolve_config(server_args: Any, *, target_config: Any) -> cfg.DFlashConfig:
-    """Return the frozen settings of a worker whose arguments have been handled."""
+    """Return a worker's frozen config from handled server arguments."""
     return cfg.DFlashConfig(
         drafter=read_drafter(server_args),
         block_size=server_args.speculative_num_draft_tokens,
@@ -106,13 +106,13 @@ def resolve_config(server_args: Any, *, target_config: Any) -> cfg.DFlashConfig:
 
 
 def read_drafter(server_args: Any) -> cfg.DrafterSpec:
-    """Read the drafter of a server whose arguments have been handled."""
+    """Read the drafter's spec from handled server arguments."""
     config = _drafter_config(server_args)
     return cfg.DrafterSpec.from_loaded(config, name=server_args.speculative_draft_model_path)
 
 
 def _drafter_config(server_args: Any) -> dict[str, Any]:
-    """Read the drafter's config through SGLang, so that what is checked is what will load."""
+    """Read the drafter's config through SGLang, so that the checks see the config that loads."""
     path = server_args.speculative_draft_model_path
     if path is None:
         raise ValueError(
@@ -135,14 +135,14 @@ def _drafter_config(server_args: Any) -> dict[str, Any]:
 
 
 def target_spec(model_config: Any) -> cfg.TargetSpec:
-    """Return what a drafter must know of the target that a server loads."""
+    """Return the properties of a server's target that a drafter depends on."""
     return describe_target(
         model_config.hf_config, name=model_config.model_path, context_len=model_config.context_len
     )
 
 
 def describe_target(config: Any, *, name: str, context_len: int | None = None) -> cfg.TargetSpec:
-    """Return what a drafter must know of a target, from its config alone."""
+    """Return the properties of a target that a drafter depends on, from its config alone."""
     refuse_recurrent(config, name=name)
     architecture = config.architectures[0]
     model_class, _ = compat.ModelRegistry.resolve_model_cls([architecture])
@@ -155,7 +155,7 @@ def describe_target(config: Any, *, name: str, context_len: int | None = None) -
         num_layers=text_config.num_hidden_layers,
         context_len=context_len or text_config.max_position_embeddings,
         delivers_features=delivers_features(model_class, architecture),
-        # the others capture a layer's output as the next layer's input
+        # other targets capture a layer's output as the next layer's input
         delivers_last_layer=architecture.startswith("Gemma4"),
     )
 
@@ -215,7 +215,7 @@ def _refuse_unsupported(server_args: Any) -> None:
 
 
 def _refuse_endless_wait(server_args: Any) -> None:
-    """Refuse chunks so small that SGLang, in deterministic mode, never begins a longer prompt."""
+    """Refuse chunk sizes so small that deterministic mode never starts a longer prompt."""
     backend, chunk = server_args.attention_backend, server_args.chunked_prefill_size
     if not server_args.enable_deterministic_inference:
         return

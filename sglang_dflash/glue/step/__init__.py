@@ -1,1 +1,1 @@
-"""A prefill or decode step, from the scheduler's batch to the algorithm and back."""
+"""Prefill and decode steps, from the scheduler's batch to the algorithm and back."""

@@ -37,14 +37,14 @@ OUTPUT = changes.Fields(
 
 
 def take_features(output: Any) -> Tensor:
-    """Return what the target captured for the drafter, which the output then no longer holds."""
+    """Return the features captured for the drafter, and remove them from the output."""
     features = output.hidden_states
     OUTPUT.write(output, hidden_states=None)
     return features
 
 
 class BatchHost:
-    """One decode batch, seen by the algorithm. Lives for one step."""
+    """One decode batch, as the algorithm sees it. Lives for one step."""
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class BatchHost:
         self._batch = batch
         self._on_publish = on_publish
         self._grammar_barrier = grammar_barrier
-        # host-side bound of each length during this step, for backends that plan on the host
+        # host-side upper bound of each length during this step, for backends that plan on the host
         if batch.seq_lens_cpu is None:
             self._lens_bound = batch.spec_info.reserved_lens
         else:
             self._lens_bound = batch.seq_lens_cpu + runtime.config.block_size
         self.target_result: Any = None
         self.verify_batch: Any = None
-        # what a verify pass has left; none where there was no pass, or outside a graph
+        # outputs of the verify graph; None without a verify pass, or if it ran outside a graph
         self._graph: VerifyOutputs | None = None
 
     def slot_table(self) -> Tensor:
@@ -81,7 +81,7 @@ class BatchHost:
     ) -> DraftOutput:
         runtime = self._runtime
         if runtime.plan_stream is not None:
-            # everything about the verify pass but its tokens is known
+            # everything about the verify pass except its tokens is known
             runtime.plan_stream.wait_stream(runtime.device_module.current_stream())
             with runtime.device_module.stream(runtime.plan_stream):
                 self._plan_verify(masked)
@@ -108,7 +108,7 @@ class BatchHost:
         return DraftOutput(argmax_drafts=drafts[0], sampled_drafts=drafts[-1], logits=logits)
 
     def _plan_verify(self, block: DraftBlock) -> None:
-        """Lay out the verify pass; its tokens are read from the block when it runs."""
+        """Plan the verify pass; its tokens are read from the block when it runs."""
         runtime, batch = self._runtime, self._batch
         verify_input = compat.DFlashVerifyInput(
             draft_token=block.token_ids.flatten(),

@@ -1,4 +1,4 @@
-"""The drafter's KV of committed tokens: features of the target, projected layer by layer."""
+"""The drafter's KV of committed tokens: target features, projected layer by layer."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from sglang_dflash.kernels import Ops
 
 
 class DraftCache:
-    """The projection of target features and its write into the draft KV pool."""
+    """Projects target features and writes them into the draft KV pool."""
 
     def __init__(self, draft_runner: Any, ops: Ops) -> None:
         self._runner = draft_runner
         self._ops = ops
 
     def kv_weights(self) -> list[Tensor]:
-        """Return the projection of each layer, keys before values."""
+        """Return each layer's KV projection weight, keys before values."""
         return [layer.self_attn.kv_weight for layer in self._runner.model.layers]
 
     def context_hidden(self, features: Tensor) -> Tensor:
-        """Return what every layer projects, [n, H], of features [n, F]."""
+        """Return the input of every layer's KV projection, [n, H], from features [n, F]."""
         model = self._runner.model
         return self._ops.context_hidden(
             features,
@@ -40,8 +40,8 @@ class DraftCache:
     ) -> None:
         """Project target features into the draft KV of every layer, at the given slots.
 
-        `projected` begins with the projection of each row, where a graph has made it; the features
-        are not read then.
+        `projected` begins with each row's projection, if the CUDA graph has computed it; the
+        features are not read then.
         """
         layers = list(self._runner.model.layers)
         if projected is not None:
@@ -49,7 +49,7 @@ class DraftCache:
             return
         hidden = self.context_hidden(features)
         for layer in layers:
-            # one at a time: a prompt has many rows
+            # one layer at a time: a prompt has many rows
             of_layer = (hidden @ layer.self_attn.kv_weight.T)[None]
             self._write_layers([layer], of_layer, positions, slots)
 

@@ -1,8 +1,8 @@
-"""What captured graphs end in, and where they leave it for the step.
+"""The tail of each captured CUDA graph and the static buffers it writes.
 
-Whether a step needs it is known only after the graph has run. But a graph's launches cost the host
-nothing, so both models' graphs end in it. SGLang runs the end of a graph while it captures; by then
-the capture sizes are known, and one set of outputs is allocated for all graphs of a model.
+Whether a step needs these outputs is known only after the graph has run. But launches in a graph
+cost the host nothing, so both models' graphs always compute them. SGLang runs the tail during
+capture; by then the capture sizes are known, and all graphs of a model share one set of outputs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sglang_dflash.glue.step.draft_cache import DraftCache
 
 @dataclass(frozen=True)
 class VerifyOutputs:
-    """Of each row of a verify pass; as many rows as the largest graph has."""
+    """Outputs for each row of a verify pass, with n rows as in the largest graph."""
 
-    projected: Tensor  # [L, n, 2 * Hkv * D], the draft KV before norm and rotation
+    projected: Tensor  # [L, n, 2 * Hkv * D], the draft KV before RMSNorm and RoPE
     choices: Tensor  # [n] int64, the greedy token after the row
 
     @classmethod
@@ -37,7 +37,7 @@ class VerifyOutputs:
 
 
 class VerifyGraphs:
-    """The target's graphs, which end in the greedy choice after every row and its projection."""
+    """The target's graphs, which end in each row's greedy token and its draft KV projection."""
 
     def __init__(self, head: VerifyHead, cache: DraftCache, *, block_size: int) -> None:
         self._head = head
@@ -46,7 +46,7 @@ class VerifyGraphs:
         self._outputs: VerifyOutputs | None = None
 
     def install(self, target_runner: Any) -> None:
-        """Have the graphs end so; before any of them is captured."""
+        """Add the tail to the graphs; call before any of them is captured."""
 
         def tail(runner: Any, output: Any, _forward_batch: Any, num_tokens: int) -> None:
             weights = self._cache.kv_weights()
@@ -64,27 +64,27 @@ class VerifyGraphs:
         )
 
     def outputs_of(self, verify_result: Any) -> VerifyOutputs | None:
-        """Return what a verify pass has left; None if it ran outside a graph."""
+        """Return the graph's outputs for a verify pass; None if it ran outside a graph."""
         return self._outputs if verify_result.can_run_cuda_graph else None
 
 
 @dataclass(frozen=True)
 class DraftGraphOutputs:
-    """Of each block of a draft pass, anchors left out."""
+    """Outputs for each block of a draft pass, without anchors."""
 
     drafts: Tensor  # [2, b, B - 1] int64, argmax and sampled
-    logits: Tensor  # [n, V and padding], as many rows as the largest graph has
+    logits: Tensor  # [n, V + padding], with n rows as in the largest graph
 
 
 class DraftGraphs:
-    """The drafter's graphs, which end in the head and its choices."""
+    """The drafter's graphs, which end in the head's logits and its drafts."""
 
     def __init__(self, head: BlockHead) -> None:
         self._head = head
         self._outputs: DraftGraphOutputs | None = None
 
     def install(self, draft_runner: Any, *, max_requests: int, randomness: StepRandomness) -> None:
-        """Have the graphs end so; before any of them is captured."""
+        """Add the tail to the graphs; call before any of them is captured."""
         width = self._head.block_size - 1
         drafts = torch.zeros(2, max_requests, width, dtype=torch.int64, device=draft_runner.device)
 
@@ -102,8 +102,8 @@ class DraftGraphs:
         _end_graphs_with(tail, draft_runner, why="draft graphs end in the head's choices")
 
     def drafts_of(self, draft_result: Any, size: int) -> tuple[Tensor, Tensor | None] | None:
-        """Return what `BlockHead.draft` would for so many requests; None if the pass ran outside a
-        graph."""
+        """Return the result of `BlockHead.draft` for `size` requests; None if the pass ran outside
+        a graph."""
         if self._outputs is None or not draft_result.can_run_graph:
             return None
         logits = self._head.logits_by_block(self._outputs.logits, size)
@@ -111,9 +111,9 @@ class DraftGraphs:
 
 
 def _end_graphs_with(tail: Callable[..., None], runner: Any, *, why: str) -> None:
-    """Have a runner's captured graphs end in `tail`.
+    """Append `tail` to a runner's captured graphs.
 
-    SGLang captures outside of its models' own `no_grad`, and some weights that a tail reads require
-    gradients: a tied embedding, for one, is a plain nn.Embedding.
+    SGLang captures outside its models' own `no_grad`, and some weights that a tail reads require
+    gradients: a tied embedding, for example, is a plain nn.Embedding.
     """
     changes.append_to(runner, "capture_tail_hooks", torch.no_grad()(tail), why=why)

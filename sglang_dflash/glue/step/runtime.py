@@ -1,4 +1,4 @@
-"""What lives as long as the server, and ties both models to a step."""
+"""Server-lifetime state that a step uses: both models, heads, graphs, cache and sampler."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DFlashRuntime:
         draft_runner.model.share_embedding(target_model.get_input_embeddings())
         draft_head = DraftHead(target_model, config.drafter.vocab_size, ops)
         device_type = torch.device(draft_runner.device).type
-        # torch.cuda; on a CPU torch's stand-in, where everything happens in order
+        # torch.cuda; on a CPU torch.cpu, whose streams are no-ops: everything runs in order
         self.device_module = torch.get_device_module(device_type)
         self.plan_stream = self.device_module.Stream() if config.overlap.plan_stream else None
         self.verify_head = VerifyHead(target_model, ops, device_type=device_type)

@@ -1,4 +1,4 @@
-"""What a running batch carries from one decode step to the next, and the KV room of a step."""
+"""State that a running batch carries between decode steps, and a step's KV allocation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sglang_dflash.glue import changes, compat
 
-# tokens that a request's windows leave behind before their KV is freed: freeing costs the host time
+# free a request's out-of-window KV from this many tokens on: freeing costs host time
 FREE_AT_LEAST = 128
 
 BATCH = changes.Fields(
@@ -29,7 +29,7 @@ class DFlashState(compat.SpecInput):
     `future_indices`; without it they are read from here.
     """
 
-    # read by the scheduler's relay for every algorithm; DFlash has none of them
+    # the scheduler's relay reads these for every algorithm; DFlash has none of them
     topk_p = None
     topk_index = None
     hidden_states = None
@@ -41,23 +41,23 @@ class DFlashState(compat.SpecInput):
         self.bonus_tokens = bonus_tokens
         self.new_seq_lens = new_seq_lens
         self.future_indices: Tensor | None = None
-        # upper bound of each request's length during the coming step, on the host
+        # host-side upper bound of each request's length during the next step
         self.reserved_lens: Tensor | None = None
 
     def prepare_for_decode(self, batch: Any) -> None:
-        """Give every request KV slots for the coming block, and free what its windows left behind.
+        """Allocate every request's KV slots for the next block, and free its out-of-window KV.
 
         The host's committed lengths may lag the device by one step under overlap, so two blocks are
         reserved.
         """
-        batch.maybe_evict_swa()  # by steps, as SGLang's environment switches say
+        batch.maybe_evict_swa()  # at the step interval set by SGLang's environment
         free_left_windows(batch)
         reserve = compat.alloc_reserve_per_decode()
         page_size = batch.token_to_kv_pool_allocator.page_size
         row_width = batch.req_to_token_pool.req_to_token.shape[1]
         committed, allocated, wanted = [], [], []
         for req in batch.reqs:
-            # whole pages: the allocator hands out nothing smaller
+            # whole pages: the allocator's granularity
             pages = -(-(req.kv_committed_len + reserve) // page_size)
             committed.append(req.kv_committed_len)
             allocated.append(req.kv.kv_allocated_len)
@@ -106,10 +106,10 @@ class DFlashState(compat.SpecInput):
 
 
 def free_left_windows(batch: Any) -> None:
-    """Free the sliding-window layers' KV that no coming step reads.
+    """Free the sliding-window layers' KV that no later step reads.
 
-    SGLang's `maybe_evict_swa` does so once in 128 steps. A step of plain decoding adds one token,
-    but a step of ours up to a block, all of which would lie there unused.
+    SGLang's `maybe_evict_swa` does so once every 128 steps. A plain decode step adds one token, but
+    ours adds up to a block, so the KV of up to 128 blocks would sit unused.
     """
     if not batch.tree_cache.supports_swa():
         return
@@ -117,6 +117,6 @@ def free_left_windows(batch: Any) -> None:
     for req in batch.reqs:
         committed = req.seqlen - 1
         left_behind = committed - window - req.kv.swa_evicted_seqlen
-        # before its second step, a request's prefill may still run
+        # before a request's second step its prefill may still be running
         if req.decode_batch_idx >= 1 and left_behind >= FREE_AT_LEAST:
             batch._evict_swa(req, committed)

@@ -54,7 +54,7 @@ RESULT = changes.Fields(
 
 
 class DFlashWorker(compat.BaseSpecWorker):
-    """Run prefill and decode steps of the target with a drafter beside it."""
+    """Run prefill and decode steps of the target together with its drafter."""
 
     def __init__(
         self, server_args: Any, gpu_id: int, ps: Any, nccl_port: int, target_worker: Any
@@ -101,7 +101,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         self.updates = TargetUpdates(target_worker, bundle.draft_model_runner)
 
     def describe(self) -> dict[str, object]:
-        """Return what runs here, for the log and /server_info."""
+        """Return versions, kernels and configuration, for the log and /server_info."""
         return {
             "version": sglang_dflash.__version__,
             "sglang": release.installed(),
@@ -114,7 +114,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         }
 
     def describe_kernels(self) -> dict[str, str]:
-        """Return what runs each op here, with the reason where it is not ours."""
+        """Return the implementation of each op, with the reason if it is not ours."""
         return {
             **self.ops.describe(),
             **describe_verify_attention(self.verify_kernel, self.ops),
@@ -128,7 +128,7 @@ class DFlashWorker(compat.BaseSpecWorker):
 
     @property
     def spec_v2_attn_backends(self) -> tuple[Any, ...]:
-        """Return every attention backend of a step, which decide whether lengths go to the host."""
+        """Return the attention backends of a step; they decide whether lengths go to the host."""
         return (self.model_runner.attn_backend, self.runtime.draft_runner.attn_backend)
 
     def alloc_memory_pool(
@@ -137,22 +137,22 @@ class DFlashWorker(compat.BaseSpecWorker):
         req_to_token_pool: Any = None,
         token_to_kv_pool_allocator: Any = None,
     ) -> None:
-        """Share the target's slots: a token's draft KV stands at the slot of its target KV, so
-        prefix hits, chunks and retraction need no bookkeeping of their own."""
+        """Share the target's slots: a token's draft KV uses the slot of its target KV, so prefix
+        cache hits, chunked prefill and retraction need no bookkeeping of their own."""
         super().alloc_memory_pool(
             memory_pool_config=memory_pool_config,
             req_to_token_pool=req_to_token_pool,
             token_to_kv_pool_allocator=token_to_kv_pool_allocator,
         )
-        # row 0 of the slot table is never a request, so its row count bounds any batch
+        # row 0 of the slot table is never a request's, so its row count bounds any batch
         self.max_requests = req_to_token_pool.req_to_token.shape[0]
         self.buffers = StepBuffers(self.max_requests, self.config.block_size, self.device)
         self.policy = DraftPolicy(self.max_requests, self.device)
-        # before SGLang captures the target's graphs, which is before ours
+        # before SGLang captures the target's graphs, which precede the drafter's
         self.runtime.verify_graphs.install(self.model_runner)
 
     def init_attention_backends(self) -> None:
-        """Choose the kernels, once; SGLang has built the target's backend just before."""
+        """Choose the kernels, once; SGLang has just built the target's backend."""
         super().init_attention_backends()
         self.verify_kernel = install_verify_attention(
             self.model_runner,
@@ -173,15 +173,15 @@ class DFlashWorker(compat.BaseSpecWorker):
         super().init_cuda_graphs()
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
-        """Leave the drafter as it is; SGLang has updated the target just before."""
+        """Leave the drafter as it is; SGLang has just updated the target."""
         return True, self.updates.describe(recv_req)
 
     def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
-        """As from disk."""
+        """Same as from disk."""
         return True, self.updates.describe(recv_req)
 
     def update_weights_from_tensor(self, recv_req: Any) -> tuple[bool, str]:
-        """Update the target, which SGLang leaves to this worker here."""
+        """Update the target: for this source SGLang leaves it to the spec worker."""
         return self._target_worker.update_weights_from_tensor(recv_req)
 
     def forward_batch_generation(
@@ -254,7 +254,7 @@ class DFlashWorker(compat.BaseSpecWorker):
 
 
 def embed_all(batch: Any, embed: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the embedding of every prompt token; SGLang brings those of some requests only."""
+    """Return embeddings of all prompt tokens; SGLang supplies them for some requests only."""
     given = torch.tensor([req.input_embeds is not None for req in batch.reqs])
     if given.all():
         return batch.input_embeds

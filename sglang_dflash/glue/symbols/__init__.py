@@ -1,7 +1,7 @@
 """Everything in SGLang that we use: the only folder that names its modules.
 
-Each table holds one subject. What we read through an object, `batch.seq_lens`, is an attribute in
-the entry of its class, so that a release that renames it is found at the start, not in a step.
+One table per subject. An attribute that we read from an object, such as `batch.seq_lens`, is in the
+entry of its class, so that a release that renames it is caught at start-up, not in a step.
 """
 
 from __future__ import annotations

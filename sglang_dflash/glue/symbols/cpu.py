@@ -1,4 +1,4 @@
-"""What `glue/cpu` stands in for."""
+"""The symbols that `glue/cpu` replaces or uses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SYMBOLS: dict[str, Symbol] = {
         "XGrammarGrammar.apply_vocab_mask",
         takes=names("logits vocab_mask"),
     ),
-    # products and experts
+    # GEMMs and experts
     "unquantized_linear": Symbol(
         "srt.layers.quantization.unquant",
         "UnquantizedLinearMethod.apply",

@@ -1,4 +1,4 @@
-"""The drafter's layers, and what we replace in a target's: attention, layers, head."""
+"""Layers that the drafter uses, and target parts that we replace: attention, layers, head."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ SYMBOLS: dict[str, Symbol] = {
     "TritonAttnBackend": Symbol(
         "srt.layers.attention.triton_backend",
         "TritonAttnBackend",
-        # read to choose a kernel, or written to where nobody would miss them
+        # read to choose a kernel, or written, which would not fail if they were gone
         attributes=names(
             """enable_deterministic dcp_size _translate_kv_loc use_sliding_window_kv_pool
             cuda_graph_swa_out_cache_loc _verify_mask allow_bidirectional_attention_in_extend

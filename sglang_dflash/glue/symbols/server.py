@@ -1,4 +1,4 @@
-"""The plug-in, a server's arguments, its scheduler and its requests."""
+"""Plug-in hooks, server arguments, the scheduler and its requests."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ SYMBOLS: dict[str, Symbol] = {
     "ParallelContext": Symbol(
         "srt.runtime_context", "ParallelContext", attributes=names("tp_size attn_tp_size")
     ),
-    # what the plug-in hooks
+    # functions that the plug-in hooks
     "create_worker": Symbol(
         "srt.speculative.spec_info", "SpeculativeAlgorithm.create_worker", takes=("server_args",)
     ),
@@ -118,7 +118,7 @@ SYMBOLS: dict[str, Symbol] = {
         "TokenizerManager._calculate_spec_decoding_metrics",
         takes=names("meta_info recv_obj i"),
     ),
-    # what they get: the scheduler, requests, pools to size, answers
+    # arguments of the hooks: the scheduler, requests, pools to size, responses
     "Scheduler": Symbol(
         "srt.managers.scheduler",
         "Scheduler",
@@ -200,7 +200,7 @@ SYMBOLS: dict[str, Symbol] = {
         "HybridSWAPoolConfigurator",
         attributes=("_cell_size",),
     ),
-    # updates of weights
+    # weight updates
     **{
         f"update_{source}": Symbol(
             "srt.managers.tp_worker",

@@ -1,4 +1,4 @@
-"""The worker, and what a step reads and writes: batches, runners, memory, sampling."""
+"""The worker, and the objects of a step: batches, runners, memory, sampling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SYMBOLS: dict[str, Symbol] = {
         "BaseSpecWorker.alloc_memory_pool",
         takes=names("memory_pool_config req_to_token_pool token_to_kv_pool_allocator"),
     ),
-    # what the scheduler gives the worker that ours stands in for
+    # arguments that the scheduler passes to the worker that ours replaces
     "worker_init": Symbol(
         "srt.speculative.dflash_worker_v2",
         "DFlashWorkerV2.__init__",

@@ -1,11 +1,11 @@
-"""Make this Python one that serves on the CPU: what having this folder on its path means.
+"""Put this Python process into CPU mode, the effect of having this folder on its path.
 
-SGLang's CPU mode is on, and a GPU in the machine is hidden, which the stand-ins beside this file
-could not serve. `SGLANG_USE_CPU_ENGINE=0` takes the folder off the path instead.
+SGLang's CPU mode is turned on, and any GPU is hidden, because the stand-ins in this folder could
+not serve it. `SGLANG_USE_CPU_ENGINE=0` takes the folder off the path instead.
 
-The published torchvision imports beside a CPU build of torch: its compiled half needs CUDA and
-stays unloaded, which it tolerates, but it registers fake kernels for operators that then do not
-exist. They are declared just before the import.
+This also makes the published torchvision importable with a CPU build of torch. Its compiled
+extension needs CUDA and stays unloaded, which it tolerates, but it registers fake kernels for
+operators that then do not exist. They are declared just before the import.
 """
 
 import importlib.abc

@@ -1,3 +1,3 @@
-"""Python imports a module of this name at its start, from PYTHONPATH before any other."""
+"""Python imports the first sitecustomize on its path at start-up; PYTHONPATH comes first."""
 
 import sglang_dflash_cpu  # noqa: F401

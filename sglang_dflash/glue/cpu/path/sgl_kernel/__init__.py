@@ -1,7 +1,7 @@
-"""Stand-in for SGLang's kernel package, which has no build for a CPU on the package index.
+"""Stand-in for SGLang's kernel package, which has no CPU build on the package index.
 
-Holds what a DFLASH server on a CPU calls. Any other name can be imported, as SGLang does at the top
-of its modules, and says so when it is called.
+Holds the functions that a DFLASH server on a CPU calls. Any other name can be imported, as SGLang
+does at the top of its modules, and raises NotImplementedError when called.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ __version__ = "0.0.0+sglang.dflash.cpu"
 def assign_req_to_token_pool_cpu(
     req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, *_unused
 ):
-    """Enter newly allocated slots into each request's row, from its start to its end column."""
+    """Write newly allocated slots into each request's row, from its start to its end column."""
     taken = 0
     for row, start, end in zip(
         req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
@@ -30,7 +30,7 @@ def assign_req_to_token_pool_cpu(
 
 
 def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
-    """Copy KV rows inside each buffer, given by its address and the bytes of a row."""
+    """Copy KV rows within each buffer, given its address and row size in bytes."""
     targets, sources = tgt_loc.tolist(), src_loc.tolist()
     for base, row_bytes in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
         # read all rows before writing any: a target may be another row's source
