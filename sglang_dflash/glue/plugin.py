@@ -75,12 +75,12 @@ def hooks() -> dict[str, Hook]:
         "model_source_paths": Hook(
             early_exit.check_paths_first, "SGLang takes a missing folder for a model's name"
         ),
-        "handle_dflash": Hook(_handle_dflash, "our checks and defaults, not those of SGLang's"),
+        "handle_dflash": Hook(_handle_dflash, "our checks and defaults instead of SGLang's"),
         "validate_request": Hook(
-            refusals.refuse_in_scheduler, "only what cannot be served exactly is refused"
+            refusals.refuse_in_scheduler, "refuses only requests that cannot be served exactly"
         ),
         "update_finish_state": Hook(
-            request_end.finish_and_meter, "a request ends token by token, and its steps are counted"
+            request_end.finish_and_meter, "stop checks run token by token, and steps are metered"
         ),
         "configure_capture": Hook(
             feature_capture.configure_capture, "some targets capture features under another name"
@@ -89,9 +89,9 @@ def hooks() -> dict[str, Hook]:
         "default_pool_init": budget,
         "swa_pool_init": budget,
         "internal_state": Hook(
-            describe.describe_server, "/server_info says what runs and how it does"
+            describe.describe_server, "/server_info shows our settings and acceptance"
         ),
-        "run_event_loop": Hook(_run_event_loop, "our worker meets its scheduler"),
+        "run_event_loop": Hook(_run_event_loop, "hands our worker its scheduler"),
         "spec_metrics": Hook(describe.describe_request, "an answer says how its drafts did"),
     }
 

@@ -8,7 +8,8 @@ from sglang_dflash.glue import changes
 
 META_INFO = changes.Fields("meta_info", {"dflash": "an answer says how its drafts did"})
 STATE = changes.Fields(
-    "GetInternalStateReqOutput", {"internal_state": "/server_info says what runs and how it does"}
+    "GetInternalStateReqOutput",
+    {"internal_state": "/server_info shows our settings and acceptance"},
 )
 
 

@@ -12,14 +12,17 @@ from sglang_dflash.glue.changes import Hook
 
 
 def install_if_cpu() -> None:
-    """In CPU mode, install attention, GEMMs, experts and sampling; lift two checks."""
+    """In CPU mode, install attention, GEMMs, experts and sampling, lift two checks, and adapt
+    streams, child processes and threads."""
     if not Environment().is_cpu_mode:
         return
     from sglang_dflash.glue.cpu import experts, products, sampling
     from sglang_dflash.glue.cpu.attention import CpuAttention
 
     attention = changes.register(
-        "register_attention_backend", "torch_native", why="SGLang's own attends to no blocks"
+        "register_attention_backend",
+        "torch_native",
+        why="SGLang's own backend does not support blocks",
     )
     attention(CpuAttention)
     experts.install()
@@ -34,7 +37,7 @@ def install_if_cpu() -> None:
             "update_intermediate_size": Hook(
                 _skip_absent_size, "a size that the model does not have is not padded"
             ),
-            "set_envs_and_config": Hook(_fork_children, "children inherit what is imported"),
+            "set_envs_and_config": Hook(_fork_children, "child processes inherit imported modules"),
             "init_cpu_threads": Hook(_leave_threads_alone, "OpenMP places its threads"),
         }
     )
@@ -48,7 +51,7 @@ def _stub_record_stream() -> None:
         torch.Tensor,
         "record_stream",
         lambda tensor, stream: None,
-        why="streams of a CPU do nothing",
+        why="CPU tensors have no streams",
     )
 
 
@@ -78,7 +81,7 @@ def _accept_torch_native(original: Any, server_args: Any) -> None:
         server_args,
         "_resolved_attention_backends",
         as_triton,
-        why="a check that lists GPU backends only takes ours for one of them",
+        why="passes a check that lists GPU backends only",
     ):
         original(server_args)
 

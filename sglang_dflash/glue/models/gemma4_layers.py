@@ -84,7 +84,7 @@ class FusedLayer:
         # the previous layer's result, and that result with our input norm applied
         self._ready: tuple[Tensor, Tensor] | None = None
         changes.replace(
-            layer, "forward", self.forward, why="a verify pass fuses what lies between products"
+            layer, "forward", self.forward, why="a verify pass fuses the ops between GEMMs"
         )
 
     def forward(

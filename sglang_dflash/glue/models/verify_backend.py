@@ -1,8 +1,8 @@
 """Our verify attention in the target's Triton backend, and in-graph planning for the drafter's.
 
-Three methods of the backend are replaced on the instance, for verify blocks only: the indexing of
-prefixes before a graph runs (SGLang's reads a length on the host, which stalls every step of a
-model with sliding windows), a layer's attention, and the sizing of the graphs' buffers.
+Three methods of the backend are replaced on the instance. Two of them for verify blocks only: the
+indexing of prefixes before a graph runs (SGLang's reads a length on the host, which stalls every
+step of a model with sliding windows) and a layer's attention. The third sizes the graphs' buffers.
 """
 
 from __future__ import annotations
@@ -154,13 +154,13 @@ class VerifyBackend:
             self._backend,
             "forward_extend",
             self.forward_extend,
-            why="our kernel attends for verify blocks",
+            why="our kernel runs verify attention",
         )
         changes.replace(
             self._backend,
             "_update_target_verify_buffers",
             self.lay_out_prefixes,
-            why="prefixes are laid out without reading a length on the host",
+            why="indexes prefixes without reading a length on the host",
         )
 
     def lay_out_prefixes(

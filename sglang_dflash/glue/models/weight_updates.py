@@ -53,27 +53,27 @@ class TargetUpdates:
                 target_worker,
                 name,
                 self._guarded(getattr(target_worker, name)),
-                why="an update is refused with a reason, and what was made from weights made anew",
+                why="refuses an update with a reason, and rebuilds what is derived from weights",
             )
         join = target_worker.init_weights_update_group
         changes.replace(
             target_worker,
             "init_weights_update_group",
             lambda recv_req: _answer(join, recv_req),
-            why="a failure is an answer, and does not end the server",
+            why="a failure is answered, and does not end the server",
         )
         self._check = self._runner.check_weights
         changes.replace(
             self._runner,
             "check_weights",
             self._check_target,
-            why="what was made from weights is made anew after a check",
+            why="rebuilds what is derived from weights after a check",
         )
         changes.replace(
             draft_runner,
             "check_weights",
             lambda **_asked: None,
-            why="nothing could load what SGLang's checker resets in the drafter",
+            why="the checker resets weights, and nothing could reload the drafter's",
         )
 
     def meet(self, scheduler: Any) -> None:

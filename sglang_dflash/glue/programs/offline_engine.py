@@ -1,4 +1,4 @@
-"""SGLang's offline engine without speculation: it generates a target's answers on a GPU."""
+"""SGLang's offline engine without speculation: it generates a target's answers."""
 
 from __future__ import annotations
 

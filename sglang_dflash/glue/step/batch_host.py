@@ -44,7 +44,7 @@ def take_features(output: Any) -> Tensor:
 
 
 class BatchHost:
-    """One decode batch, as the algorithm sees it. Lives for one step."""
+    """One batch, as the algorithm sees it. Lives for one step."""
 
     def __init__(
         self,
