@@ -9,7 +9,7 @@ from sglang_dflash.train.arguments import add_train_options, read_invocation
 from sglang_dflash.train.config import Invocation
 from sglang_dflash.train.stop import Stop, run_until_stopped
 
-# without these there is nothing to run
+# required dependencies: no command runs without them
 NEEDED = ("torch", "transformers", "requests", "sglang")
 
 
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run the command; each imports only what it needs."""
+    """Run the command. Imports are lazy, so that each loads only what it needs."""
     if options.command == "serve":
         from sglang_dflash.commands.serve import run_serve
 
@@ -76,7 +76,7 @@ def run_train(options: argparse.Namespace, invocation: Invocation, stop: Stop) -
 
 
 def add_pair_options(parser: argparse.ArgumentParser) -> None:
-    """Add those of SGLang's options by which a pair and its memory are judged."""
+    """Add the SGLang options that the checks of a pair and its memory depend on."""
     parser.add_argument("--model-path", "--model", help="target: a folder or a name")
     parser.add_argument("--speculative-draft-model-path", help="drafter: a folder or a name")
     parser.add_argument("--mem-fraction-static", type=float, default=0.85)

@@ -1,10 +1,9 @@
-"""Stage 3: decide which drafts each request keeps, and lay out what it gains.
+"""Stage 3: decide which drafts each request keeps, and lay out the commit.
 
-Where the target's own token after each row is known, greedy or sampled, the drafts that match it
-are kept. Committing the leading matches and the first choice that differs gives exactly the tokens
-that the target would have produced one at a time. Where drafts were sampled from a known
-distribution, block verification keeps more of them, and as exactly
-(`kernels/sampling/reference.py`).
+If the target's own token after each row is known, greedy or sampled, drafts that match it are kept.
+Committing the leading matches and the first mismatching choice gives exactly the tokens that the
+target would have produced one at a time. If drafts were sampled from a known distribution, block
+verification keeps more of them and is just as exact (`kernels/sampling/reference.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from sglang_dflash.types import (
 def decide(
     ops: Ops, plan: SamplingPlan | None, proposal: Proposal, target: TargetOutput
 ) -> Verdict:
-    """Return the target's own tokens, sampled as the plan asks, and the drafts that they keep."""
+    """Return the target's own tokens, sampled according to the plan, and which drafts to keep."""
     if target.choices is not None:
         return Verdict(target.choices)
     assert target.logits is not None, "the target gave neither choices nor logits"
@@ -48,7 +47,7 @@ def accept(
     *,
     simulation: Simulation | None = None,
 ) -> Commit:
-    """Commit the drafts that are kept, and the target's own token after them."""
+    """Commit the kept drafts and the target's own token after them."""
     num_correct = verdict.num_correct
     if simulation is not None:
         num_correct = simulation.num_correct(verdict)
@@ -61,10 +60,10 @@ def accept(
 def _sample(
     ops: Ops, plan: SamplingPlan, drafts: SampledDrafts, logits: Tensor, logit_cap: float
 ) -> Verdict:
-    """Sample from each row by its request's temperature, top_k and top_p.
+    """Sample from each row with its request's temperature, top_k and top_p.
 
-    A request by top_k keeps the drafts that match its own tokens, an unfiltered one as many as
-    block verification says, where the whole distribution of its drafts is known.
+    A top_k request keeps the drafts that match its own tokens. An unfiltered request uses block
+    verification if the full distribution of its drafts is known, and matching otherwise.
     """
     noise = Noise(drafts.randomness.keys, drafts.randomness.scales)
     requests = drafts.verified.shape[0]
@@ -112,21 +111,21 @@ def _match(choices: Tensor, drafts: SampledDrafts) -> Verdict:
 
 
 def _advantage(choices: Tensor, drafts: SampledDrafts) -> Tensor:
-    """Return which sampled drafts match the target's own tokens, less which argmax drafts do."""
+    """Return the matches of the sampled drafts minus those of the argmax drafts, [b, B - 1]."""
     own = choices[:, :-1]
     return (drafts.sampled_drafts == own).float() - (drafts.argmax_drafts == own).float()
 
 
 def _is_unfiltered(plan: SamplingPlan) -> Tensor:
-    """Return which requests sample from every token, [b] bool."""
+    """Return which requests sample from the full vocabulary, [b] bool."""
     return plan.top_ks > MAX_TOP_K
 
 
 class Simulation:
     """Pretend that every request commits the same number of tokens, `accept_length` on average.
 
-    For measuring what a step costs at a given acceptance; the output is nonsense. Nothing is left
-    to chance: the n-th step is the same in every process, so that ranks need not agree on it.
+    For benchmarking a step at a given accept length; the output is nonsense. Deterministic: the
+    n-th step is the same in every process, so ranks need no communication to agree.
     """
 
     def __init__(self, accept_length: float) -> None:
@@ -134,7 +133,7 @@ class Simulation:
         self._steps = 0
 
     def num_correct(self, verdict: Verdict) -> Tensor:
-        """Return the correct drafts of each request in the next step, [b] int32."""
+        """Return the number of correct drafts per request in the next step, [b] int32."""
         before = int(self._steps * self._accept_length)
         self._steps += 1
         num_tokens = int(self._steps * self._accept_length) - before

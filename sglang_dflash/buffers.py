@@ -1,4 +1,4 @@
-"""Memory a step writes into: allocated once for the largest batch, sliced for ever."""
+"""Buffers of a step: allocated once for the largest batch, then sliced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang_dflash.types import DraftBlock, Randomness, SamplingPlan
 
 
 class StepBuffers:
-    """Hold the block of the largest batch, so that captured graphs see fixed addresses."""
+    """The block of the largest batch, at fixed addresses for captured CUDA graphs."""
 
     def __init__(self, max_requests: int, block_size: int, device: torch.device | str) -> None:
         shape = (max_requests, block_size)
@@ -30,11 +30,11 @@ class StepBuffers:
 
 
 class StepRandomness:
-    """The random numbers of the largest batch, at fixed addresses, which draft graphs read.
+    """The random numbers of the largest batch, at fixed addresses that draft graphs read.
 
-    A row's Gumbel noise follows from its key alone. Drafts are sampled with it (Gumbel-max), and so
-    are the target's own tokens by top_k and top_p: with shared noise both agree more often. It is
-    new in each step, so that the target's tokens are exact draws whatever was drafted.
+    A row's Gumbel noise depends only on its key. Drafts are sampled with it (Gumbel-max), and so
+    are the target's own tokens with top_k and top_p: shared noise makes the two agree more often.
+    It is redrawn every step, so the target's tokens are exact draws whatever was drafted.
     """
 
     def __init__(self, max_requests: int, block_size: int, device: torch.device | str) -> None:
@@ -44,11 +44,11 @@ class StepRandomness:
         self._on = False
 
     def for_batch(self, num_requests: int) -> Noise:
-        """Return the noise that graphs of so many requests read: of scale 0 while none is drawn."""
+        """Return the noise that a graph of this batch size reads; scales are 0 without sampling."""
         return Noise(*(each[:num_requests] for each in self._noise))
 
     def draw(self, plan: SamplingPlan | None) -> Randomness | None:
-        """Draw what a step samples with; without a plan nothing, and graphs sample nothing."""
+        """Draw a step's random numbers. Without a plan, zero the scales: graphs sample nothing."""
         if plan is None:
             if self._on:
                 self._noise.scales.zero_()

@@ -1,4 +1,4 @@
-"""A checkpoint that is named on a command line: is it there, and are its weight files whole."""
+"""Check that a checkpoint given on the command line exists and its weight files are complete."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from sglang_dflash.safetensors_header import read_safetensors_header
 
 
 def check_checkpoint(path: str, *, role: str) -> None:
-    """Raise ValueError for a folder that is not there, or has a weight file that is not whole.
+    """Raise ValueError if a folder does not exist or has an incomplete or unreadable weight file.
 
-    Reads the headers of the files only. The name of a model on Hugging Face passes.
+    Reads only the file headers. A Hugging Face model name passes.
     """
     if _names_a_path(path) and not Path(path).exists():
         raise ValueError(
@@ -28,5 +28,5 @@ def check_checkpoint(path: str, *, role: str) -> None:
 
 
 def _names_a_path(path: str) -> bool:
-    """Tell a path from `name`, `owner/name` and the address of an object store."""
+    """Distinguish a path from `name`, `owner/name` and an object store URL."""
     return "://" not in path and (path.startswith(("/", ".", "~")) or path.count("/") > 1)

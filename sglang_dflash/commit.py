@@ -1,7 +1,7 @@
-"""Stage 4: everyone who follows a request learns what was committed, here and nowhere else.
+"""Stage 4: pass the commit on to everything that tracks a request, here and nowhere else.
 
-The meter counts a step's tokens per request later, when it is known which of them are part of the
-answer (`glue/after_step/request_end.py`); here the host counts the step.
+Tokens per request are metered later, once it is known which of them are part of the answer
+(`glue/after_step/request_end.py`). Here the host counts the step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def commit_step(
     verdict: Verdict,
     commit: Commit,
 ) -> None:
-    """Tell the drafter, the policy and the host what a step has committed, in this order."""
+    """Pass a step's commit to the drafter, the policy and the host, in this order."""
     write_features(host, proposal.block, target, commit)
     if proposal.drafts is not None and verdict.advantage is not None:
         policy.learn(
@@ -33,9 +33,9 @@ def commit_step(
 
 
 def write_features(host: Host, block: DraftBlock, target: TargetOutput, commit: Commit) -> None:
-    """Write the draft KV of the committed rows, and of no other.
+    """Write the draft KV of the committed rows only.
 
-    Row k holds block token k, so the committed rows are the first lens: the anchor and the correct
+    Row k holds block token k, so the committed rows are the first `lens`: the anchor and correct
     drafts. The bonus has no feature yet; it is the anchor of the next block.
     """
     host.write_draft_kv(target.features, block.positions.flatten(), commit.slots.flatten())

@@ -1,6 +1,7 @@
-"""What a server runs: the drafter's config and the user's choices, checked, resolved and frozen.
+"""A server's configuration: the drafter's config and the user's options, validated and resolved.
 
-Every refusal says what was asked, what was found and what to do, and is raised before weights load.
+Every error says what was requested, what was found and what to do, and is raised before weights
+load.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from sglang_dflash.drafter_config import ARCHITECTURES, SUPPORTED_LAYER_TYPES, r
 from sglang_dflash.environment import DFLASH_SPEC_V2, SPEC_V2, Environment
 from sglang_dflash.safetensors_header import read_safetensors_header
 
-# which attention backends can run a drafter's layers; full_attention needs a block without a
-# causal mask, which some backends cannot do
+# device -> attention backend -> draft layer types it can run; full_attention needs a block without
+# a causal mask, which some backends do not support
 DRAFT_BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
     "cuda": {
         "fa4": SUPPORTED_LAYER_TYPES,
@@ -31,11 +32,11 @@ DRAFT_BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Overlap:
-    """How the host's work is hidden behind the GPU's, and why not where it is not."""
+    """How host work overlaps GPU work, and what decided it."""
 
-    schedule: bool  # the host prepares a step while the one before runs
+    schedule: bool  # the host prepares a step while the previous one runs
     plan_stream: bool  # verify is planned on a side stream while the drafter runs
-    reason: str  # what decided about the schedule
+    reason: str  # why `schedule` is on or off
 
     @classmethod
     def resolve(cls, environment: Environment, *, disabled: bool) -> Overlap:
@@ -52,7 +53,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class DrafterSpec:
-    """The facts of a drafter folder that a server depends on."""
+    """The properties of a drafter that a server depends on."""
 
     name: str
     hidden_size: int
@@ -68,13 +69,13 @@ class DrafterSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, name: str) -> DrafterSpec:
-        """Read a drafter's config.json. Raise ValueError with the missing or odd key."""
+        """Read a drafter's config.json. Raise ValueError naming a missing or unsupported key."""
         refuse_unknown(config, name=name)
         return cls.from_loaded(config, name=name)
 
     @classmethod
     def from_loaded(cls, config: Mapping[str, Any], *, name: str) -> DrafterSpec:
-        """Read a config that was checked, and into which SGLang has written keys of its own."""
+        """Read a config that was checked before and may contain keys added by SGLang."""
         dflash = config.get("dflash_config") or {}
         num_layers = _require(config, "num_hidden_layers", name)
         num_heads = _require(config, "num_attention_heads", name)
@@ -139,18 +140,18 @@ class DrafterSpec:
         return self.sliding_window - 1
 
     def is_causal(self, layer: int) -> bool:
-        """Tell whether this layer hides later block tokens from earlier ones."""
+        """Return whether this layer is causal within the block."""
         return self.layer_types[layer] == "sliding_attention"
 
     def kv_bytes_per_token(self, *, element_size: int, tp_size: int) -> int:
-        """Return the draft KV that one token needs on one rank."""
+        """Return the bytes of draft KV per token on one rank."""
         heads = max(1, self.num_kv_heads // tp_size)
         return self.num_layers * 2 * heads * self.head_dim * element_size
 
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """The facts of the target that a drafter must fit."""
+    """The properties of a target that a drafter must match."""
 
     name: str
     architecture: str
@@ -172,7 +173,7 @@ class DFlashConfig:
     device: str
     draft_backend: str
     overlap: Overlap
-    # for measurements: commit this many tokens a step, whatever the target says
+    # for benchmarks: commit this many tokens per step, whatever the target says
     simulated_accept_length: float | None = None
 
     @property
@@ -198,7 +199,7 @@ class DFlashConfig:
 
 
 def resolve_block_size(drafter: DrafterSpec, asked: int | None) -> int:
-    """Return the block size to run: what was asked, or what the drafter was trained with."""
+    """Return the block size to run: the requested one, or the one the drafter was trained with."""
     if asked is None:
         return drafter.block_size
     if asked < 2:
@@ -271,9 +272,9 @@ def check_draft_backend(drafter: DrafterSpec, *, device: str, backend: str | Non
 
 
 def check_features(drafter: DrafterSpec, folder: Path, *, target: TargetSpec) -> None:
-    """Raise ValueError if the drafter's weights are not whole or expect other features.
+    """Raise ValueError if the drafter's weights are incomplete or expect other features.
 
-    Reads the header of the safetensors files only. A folder without weights passes: dummy weights
+    Reads only the headers of the safetensors files. A folder without weights passes: dummy weights
     take their shapes from the config.
     """
     headers = [read_safetensors_header(path) for path in sorted(folder.glob("*.safetensors"))]

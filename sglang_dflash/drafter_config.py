@@ -1,7 +1,7 @@
-"""The one list of what is understood of a drafter's config.json; anything else is refused.
+"""The single list of supported keys of a drafter's config.json; anything else is rejected.
 
-Server, doctor, oracle and trainer read it. A switch that one of them overlooked would cost accept
-length without a word, because the target corrects whatever a drafter writes.
+Shared by server, doctor, oracle and trainer. A switch that one of them ignored would silently cost
+accept length, because the target corrects whatever a drafter proposes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 SUPPORTED_LAYER_TYPES = (FULL, SLIDING)
 ARCHITECTURES = ("DFlashDraftModel",)
 
-# read, whatever the value
+# read, with any value
 _READ = {
     "architectures",
     "block_size",
@@ -34,8 +34,8 @@ _READ = {
     "sliding_window",
     "vocab_size",
 }
-# says nothing about the network: tokens and cap are the target's, layer_types tells the windows,
-# and the rest is what transformers writes, or SGLang into a config that it has used before
+# ignored, irrelevant to the network: tokens and softcap are the target's, layer_types defines the
+# windows, and the rest is added by transformers, or by SGLang to a config it has loaded before
 _IDLE = {
     "_attn_implementation",
     "_name_or_path",
@@ -76,10 +76,10 @@ _READ_IN_DFLASH = {
 
 
 def _understood_values(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return for each switch, of either level, the values that mean what is computed here."""
+    """Return the supported values of each switch, at whichever level of the config it appears."""
     dflash = config.get("dflash_config") or {}
     kinds = set(config.get("layer_types") or [FULL])
-    # a full layer sees its whole block and a sliding one does not; one word for both fits neither
+    # full layers are bidirectional within the block, sliding ones causal; no value fits a mix
     causal = (SLIDING in kinds,) if len(kinds) == 1 else ()
     window = (config.get("sliding_window"),)
     width = (config.get("head_dim"),)
@@ -112,7 +112,7 @@ def _understood_values(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def refuse_unknown(config: Mapping[str, Any], *, name: str) -> None:
-    """Raise ValueError with every key and value of a drafter's config that is not understood."""
+    """Raise ValueError listing every unsupported key and value of a drafter's config."""
     found = list(_unknown(config))
     if found:
         raise ValueError(
@@ -145,7 +145,7 @@ def _is_understood(key: str, value: Any, switches: Mapping[str, tuple[Any, ...]]
         return True
     if key in switches:
         return value in switches[key]
-    # a feature nobody here has heard of, and which is off
+    # an unknown feature that is off
     return value is False or value in ("", [], {}, ())
 
 

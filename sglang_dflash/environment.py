@@ -1,7 +1,7 @@
 """Every environment variable that the package reads, with its type.
 
-Each is checked when it is asked for, so that a process refuses only what it uses. Besides, only
-glue/cpu/path/ reads the environment, which Python runs before it can import us.
+Each is validated on access, so that a process rejects only what it uses. The only other reader of
+the environment is glue/cpu/path/, which Python runs before it can import this package.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 SWITCH = "SGLANG_DFLASH"
 ALARM = "SGLANG_DFLASH_ALARM"
 ALARM_WINDOW = "SGLANG_DFLASH_ALARM_WINDOW"
-DEFAULT_ALARM = 1.5  # tokens per step; below it a block costs more than it brings
-DEFAULT_WINDOW = 1000  # verify steps of single requests
+DEFAULT_ALARM = 1.5  # tokens per step; below it a block costs more than it gains
+DEFAULT_WINDOW = 1000  # verify steps, counted per request
 
-# SGLang's own, which mean the same here
+# SGLang's own, with the same meaning
 CPU_MODE = "SGLANG_USE_CPU_ENGINE"
 SPEC_V2 = "SGLANG_ENABLE_SPEC_V2"
 DFLASH_SPEC_V2 = "SGLANG_ENABLE_DFLASH_SPEC_V2"
 PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
 SIMULATE = "SGLANG_SIMULATE_ACC_LEN"
-# attention backend -> variable and default of deterministic mode's prefill alignment
+# attention backend -> variable and default of the prefill alignment in deterministic mode
 DETERMINISTIC_PREFILL_ALIGN = {
     "triton": ("SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE", 4096),
     "flashinfer": ("SGLANG_FLASHINFER_PREFILL_SPLIT_TILE_SIZE", 4096),
@@ -34,13 +34,13 @@ SWITCH_VALUES = {"0": False, "false": False, "1": True, "true": True}
 
 @dataclass(frozen=True)
 class Environment:
-    """The variables of this process, or of a mapping; ValueError says which one is wrong."""
+    """Typed access to the environment, or to a mapping; ValueError names an invalid variable."""
 
     values: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     @property
     def plugin_is_on(self) -> bool:
-        """Whether DFLASH is ours; SGLang's own runs otherwise."""
+        """Whether this plug-in serves DFLASH; if not, SGLang's own implementation does."""
         value = self.values.get(SWITCH)
         if value not in (None, "on", "off"):
             raise ValueError(f"{SWITCH}={value} is neither on nor off. Set one of the two.")
@@ -48,17 +48,17 @@ class Environment:
 
     @property
     def is_cpu_mode(self) -> bool:
-        """Whether SGLang was started for a CPU."""
+        """Whether SGLang runs in CPU mode."""
         return self.values.get(CPU_MODE) == "1"
 
     @property
     def spec_v2(self) -> bool:
-        """Whether speculation may overlap the host's work with the GPU's."""
+        """Whether speculative decoding may use overlap scheduling."""
         return self._switch(SPEC_V2, default=True)
 
     @property
     def dflash_spec_v2(self) -> bool:
-        """The same, for DFLASH alone."""
+        """The same, for DFLASH only."""
         return self._switch(DFLASH_SPEC_V2, default=True)
 
     @property
@@ -68,7 +68,7 @@ class Environment:
 
     @property
     def simulated_accept_length(self) -> float | None:
-        """Mean tokens that a step is made to commit, for benchmarks; None commits what is right."""
+        """Mean tokens a step pretends to commit, for benchmarks; None for real acceptance."""
         value = self.values.get(SIMULATE)
         if value is None:
             return None
@@ -82,16 +82,16 @@ class Environment:
 
     @property
     def alarm_threshold(self) -> float:
-        """Accept length below which the log warns; 0 for never."""
+        """Accept length below which a warning is logged; 0 for never."""
         return self._number(ALARM, DEFAULT_ALARM, least=0.0)
 
     @property
     def alarm_window(self) -> int:
-        """Verify steps of single requests by which acceptance is judged."""
+        """Number of verify steps, counted per request, over which acceptance is judged."""
         return int(self._number(ALARM_WINDOW, DEFAULT_WINDOW, least=1.0))
 
     def prefill_align(self, backend: str) -> int:
-        """Tokens by which SGLang cuts prompts in deterministic mode on this attention backend."""
+        """Alignment in tokens of SGLang's prefill chunks in deterministic mode on this backend."""
         name, default = DETERMINISTIC_PREFILL_ALIGN[backend]
         value = self.values.get(name, str(default))
         try:

@@ -1,4 +1,4 @@
-"""The few things the algorithm asks of an engine. `glue/step/batch_host.py` is SGLang's answer."""
+"""The engine interface that the algorithm needs. `glue/step/batch_host.py` is SGLang's."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Host(Protocol):
         ...
 
     def mark(self) -> None:
-        """Note, without waiting, that a stage begins or ends: four marks a step."""
+        """Mark a stage boundary without synchronising: four marks per step."""
         ...
 
     def sampling_plan(self) -> SamplingPlan | None:
-        """Return what our kernels sample; None if the batch is greedy or the host samples it."""
+        """Return the plan for our kernels; None if the batch is greedy or the host samples it."""
         ...
 
     def draft_tokens(
@@ -40,7 +40,7 @@ class Host(Protocol):
         self, context: DraftContext, block: DraftBlock, plan: SamplingPlan | None
     ) -> TargetOutput:
         """Run the target on every row of the block, writing its KV at the block's slots. With a
-        plan the choice is left to stage 3."""
+        plan, choosing tokens is left to stage 3."""
         ...
 
     def publish(self, new_lens: Tensor) -> None:
@@ -52,5 +52,5 @@ class Host(Protocol):
         ...
 
     def record(self, commit: Commit) -> None:
-        """Take note of a step's tokens wherever the host itself follows its requests."""
+        """Update the host's own per-request state with a step's tokens."""
         ...

@@ -1,4 +1,4 @@
-"""Acceptance, counted on the host from numbers the scheduler has copied anyway; and its alarm."""
+"""Acceptance meter and alarm, fed on the host by numbers that the scheduler copies anyway."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from sglang_dflash.environment import ALARM, DEFAULT_ALARM, DEFAULT_WINDOW, Environment
 
-# what counts as a good first position, as near chance, and as a long context
+# a good rate at the first draft position, a rate near chance, and a long context in tokens
 GOOD_START, NEAR_CHANCE = 0.5, 0.15
 LONG_CONTEXT = 4096
 
 
 @dataclass
 class AcceptanceMeter:
-    """Count verify steps of single requests: what each committed, and how far its draft was right.
+    """Count verify steps per request: the tokens each committed and its leading correct drafts.
 
-    Tokens after a stop are neither committed nor accepted, and the prompt's own token is no step.
+    Tokens after a stop are neither committed nor accepted, and prefill's token is not a step.
     """
 
     block_size: int
@@ -30,13 +30,13 @@ class AcceptanceMeter:
         self.accepted_at = [0] * (self.block_size - 1)
 
     def record(self, num_correct: int, committed: int) -> None:
-        """Count one step of one request: correct drafts, and tokens that count after a stop cut."""
+        """Count one step of one request: correct drafts, and tokens committed up to a stop."""
         self.histogram[committed - 1] += 1
         for position in range(min(num_correct, committed)):
             self.accepted_at[position] += 1
 
     def since(self, earlier: AcceptanceMeter) -> AcceptanceMeter:
-        """Return what was counted after `earlier` was copied."""
+        """Return the counts added since `earlier` was copied."""
         found = AcceptanceMeter(self.block_size)
         for name in ("histogram", "accepted_at"):
             pairs = zip(getattr(self, name), getattr(earlier, name), strict=True)
@@ -44,7 +44,7 @@ class AcceptanceMeter:
         return found
 
     def add(self, snapshot: Mapping[str, Any]) -> None:
-        """Count what another meter of this block size had counted at its snapshot."""
+        """Add the counts in the snapshot of another meter of the same block size."""
         for name in ("histogram", "accepted_at"):
             pairs = zip(getattr(self, name), snapshot[name], strict=True)
             setattr(self, name, [own + other for own, other in pairs])
@@ -101,8 +101,8 @@ class AcceptanceMeter:
 
 
 def replicas_of(server_info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what each replica of a server says of our DFLASH, by name; nothing where it does not
-    run. Replicas answer in any order."""
+    """Return the DFLASH state that each replica of a server reports, by name; empty if the server
+    runs without our DFLASH. Replicas answer in any order."""
     found = [
         state["sglang_dflash"]
         for state in server_info["internal_states"]
@@ -113,7 +113,7 @@ def replicas_of(server_info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def together(replicas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what replicas say as one: settings, which are the same in each, and sums of counts."""
+    """Merge the states of replicas: settings, which are the same in each, and summed counts."""
     first, *_ = parts = list(replicas.values())
     meter = AcceptanceMeter(len(first["acceptance"]["histogram"]))
     for part in parts:
@@ -124,9 +124,9 @@ def together(replicas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class AcceptanceAlarm:
-    """Say once when acceptance stays low, and what the usual cause of such numbers is.
+    """Warn once when acceptance stays low, and name the usual cause of such numbers.
 
-    It speaks again only after acceptance has recovered.
+    Warns again only after acceptance has recovered.
     """
 
     block_size: int
@@ -145,13 +145,13 @@ class AcceptanceAlarm:
         )
 
     def record(self, num_correct: int, committed: int, context: int) -> str | None:
-        """Count one step at a context length; return a warning when it is time for one."""
+        """Count one step at a context length; return a warning when one is due."""
         if not self.threshold:
             return None
         self._steps.append((num_correct, committed, context > LONG_CONTEXT))
         if len(self._steps) < self.window:
             return None
-        # judged once per window: a moving judgement would cost at every step
+        # judged once per window: a moving average would cost time at every step
         meters = {False: AcceptanceMeter(self.block_size), True: AcceptanceMeter(self.block_size)}
         whole = AcceptanceMeter(self.block_size)
         for correct, kept, is_long in self._steps:

@@ -1,10 +1,10 @@
 """Which drafts a sampled request verifies: the drafter's argmax tokens, or tokens sampled from it.
 
-Where the target is uncertain, sampled drafts are kept more often: block verification keeps or drops
-them so that what is committed is distributed as the target alone would sample it
-(`kernels/sampling/reference.py`). Where only the drafter is uncertain, its argmax tokens match more
-often. So each request verifies the kind that would have been kept more often so far. A new request
-begins with what holds for others of its temperature.
+When the target is uncertain, sampled drafts are accepted more often: block verification accepts or
+rejects them such that the committed tokens follow the target's own distribution
+(`kernels/sampling/reference.py`). When only the drafter is uncertain, argmax drafts match more
+often. So each request verifies the kind that would have been accepted more often so far. A new
+request starts with the advantage of other requests at its temperature.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from sglang_dflash.types import DraftOutput, Randomness, SampledDrafts
 
-# the share of the evidence that is left a step later: about the last 50 steps count
+# decay of the evidence per step: about the last 50 steps count
 ADVANTAGE_DECAY = 0.98
-# bins of 1/8, and one for 2 and above
+# bins of width 1/8, and one for 2 and above
 TEMPERATURE_BINS = 17
 
 
@@ -28,14 +28,14 @@ class DraftPolicy:
         self._advantage_by_temperature = torch.zeros(TEMPERATURE_BINS, device=device)
 
     def start(self, request_rows: Tensor, temperatures: Tensor) -> None:
-        """Begin requests with the mean advantage at their temperatures [b]."""
+        """Initialise requests with the mean advantage at their temperatures [b]."""
         usual = self._advantage_by_temperature[_bins(temperatures)]
         self._advantage.index_copy_(0, request_rows, usual)
 
     def select(
         self, request_rows: Tensor, drafts: DraftOutput, randomness: Randomness
     ) -> SampledDrafts:
-        """Choose for each request which kind of drafts is verified."""
+        """Choose which kind of drafts each request verifies."""
         is_sampled = self._advantage[request_rows] >= 0
         return SampledDrafts(
             argmax_drafts=drafts.argmax_drafts,
@@ -49,13 +49,13 @@ class DraftPolicy:
     def learn(
         self, request_rows: Tensor, advantage: Tensor, *, temperatures: Tensor, lens: Tensor
     ) -> None:
-        """Count a verdict's advantage [b, B - 1] for the rows that were committed: behind them the
-        target's choices answer to tokens that were not. One that is not finite, as of an infinite
-        logit, says nothing."""
+        """Accumulate a verdict's advantage [b, B - 1] over the committed rows: past them, the
+        target's choices are conditioned on tokens that were not committed. Non-finite values, as
+        from an infinite logit, count as 0."""
         width = advantage.shape[1]
         is_committed = torch.arange(width, device=request_rows.device) < lens[:, None]
         advantage = advantage.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) * is_committed
-        # an advantage is at most 1, so that the decayed sum never exceeds this
+        # an advantage is at most 1, so the decayed sum never exceeds this
         most = width / (1 - ADVANTAGE_DECAY)
         decayed = ADVANTAGE_DECAY * self._advantage[request_rows]
         total = (decayed + advantage.sum(dim=1)).clamp_(-most, most)

@@ -1,6 +1,6 @@
-"""What a safetensors file says it holds, and whether the file is long enough to hold it.
+"""Read the header of a safetensors file and check the file's size against it.
 
-A download that stopped early leaves a file that looks whole until its tensors are read.
+An interrupted download leaves a file that looks complete until its tensors are read.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 LENGTH_BYTES = 8
-# the format's own limit; a file that claims more is no safetensors file
+# the format's own limit; a file that claims more is not a safetensors file
 MAX_HEADER_BYTES = 100_000_000
 
 
 def read_safetensors_header(path: Path) -> dict[str, Any]:
-    """Return the entry of each tensor: dtype, shape and data_offsets. Reads no tensor.
+    """Return each tensor's entry: dtype, shape and data_offsets. Tensors are not read.
 
-    Raise ValueError with the file's name unless it is a safetensors file of the length that its
-    header describes.
+    Raise ValueError naming the file unless it is a safetensors file of the size that its header
+    describes.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -51,7 +51,7 @@ def _tensors_in(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _end_of(path: Path, name: str, entry: Any) -> int:
-    """Return where a tensor's data end, counted from the end of the header."""
+    """Return the end offset of a tensor's data, relative to the end of the header."""
     match entry:
         case {"shape": [*_], "data_offsets": [int(begin), int(end)]} if 0 <= begin <= end:
             return end

@@ -17,7 +17,7 @@ from sglang_dflash.verify import verify
 
 
 def prefill_step(host: Host, *, features: Tensor, positions: Tensor, slots: Tensor) -> None:
-    """Feed the drafter the prompt tokens the target has just read."""
+    """Write the draft KV of the prompt tokens that the target has just prefilled."""
     host.write_draft_kv(features, positions, slots)
 
 
@@ -31,7 +31,7 @@ def decode_step(
     config: DFlashConfig,
     simulation: Simulation | None,
 ) -> Commit:
-    """Draft a block, verify it, and commit the prefix that the target itself would have written."""
+    """Draft a block, verify it, and commit the prefix the target itself would have generated."""
     host.mark()
     plan = host.sampling_plan()
     proposal = draft(host, ops, context, plan, buffers=buffers, policy=policy, config=config)
@@ -40,7 +40,7 @@ def decode_step(
     host.mark()
     verdict = decide(ops, plan, proposal, target)
     commit = accept(ops, context, proposal.block, verdict, simulation=simulation)
-    # publish before the kv write: the next step's planning reads lengths, not this cache
+    # publish before the draft KV write: planning the next step reads lengths, not this cache
     host.publish(commit.new_lens)
     commit_step(host, policy, context, proposal, target, verdict, commit)
     host.mark()

@@ -1,4 +1,4 @@
-"""The nouns of a DFlash step.
+"""The data types of a DFlash step.
 
 b = requests, B = block size, V = vocabulary, K = features per token, H = hidden size.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What a step starts from: each request's last committed token and where it stands."""
+    """The input of a step: each request's last committed token and its position."""
 
     anchors: Tensor  # [b] int64
     lens: Tensor  # [b] int64, tokens already in the target's KV = position of the anchor
@@ -30,12 +30,12 @@ class DraftBlock:
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """What each request of a batch asks for, where our kernels sample."""
+    """Sampling parameters of each request, for batches that our kernels sample."""
 
     temperatures: Tensor  # [b] fp32
     top_ks: Tensor  # [b] int, 1 for a greedy request; above MAX_TOP_K: unfiltered
     top_ps: Tensor  # [b] fp32
-    # known on the host: whether a request samples by top_k and top_p, or from every token
+    # known on the host: whether any request uses top_k and top_p, or the full vocabulary
     any_top_k: bool
     any_unfiltered: bool
 
@@ -44,25 +44,25 @@ class SamplingPlan:
 class Randomness:
     """The random numbers of a step."""
 
-    keys: Tensor  # [b, B] int64, of the Gumbel noise of each row
+    keys: Tensor  # [b, B] int64, keys of each row's Gumbel noise
     scales: Tensor  # [b] fp32, the temperature; 0 for a greedy request, which has no noise
-    uniforms: Tensor  # [b, B - 1] fp32, in [0, 1): one for each draft
+    uniforms: Tensor  # [b, B - 1] fp32, in [0, 1): one per draft
 
 
 @dataclass(frozen=True)
 class DraftOutput:
-    """What the drafter proposes for each masked row."""
+    """The drafter's proposals for each masked row."""
 
     argmax_drafts: Tensor  # [b, B - 1] int64
     # [b, B - 1] int64, at each request's temperature; the argmax drafts where none were sampled
     sampled_drafts: Tensor
-    # [b, B - 1, V]; None on a rank that sees a part of the vocabulary
+    # [b, B - 1, V]; None on a rank that holds only a shard of the vocabulary
     logits: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class SampledDrafts:
-    """How a step that samples got its drafts, and which of both kinds are verified."""
+    """Both kinds of drafts of a sampled step, and which of them are verified."""
 
     argmax_drafts: Tensor  # [b, B - 1] int64
     sampled_drafts: Tensor  # [b, B - 1] int64
@@ -74,7 +74,7 @@ class SampledDrafts:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The block of a step and, where our kernels sample, how its drafts came about."""
+    """The block of a step and, if our kernels sample, how its drafts were obtained."""
 
     block: DraftBlock
     drafts: SampledDrafts | None = None
@@ -82,32 +82,32 @@ class Proposal:
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What the target says about a block, row by row: its choices, or the logits for them."""
+    """The target's output for each row of a block: its choices, or the logits for them."""
 
     features: Tensor  # [b * B, K * H]
-    # [b, B] int64, the target's own token after each row, where the host has chosen
+    # [b, B] int64, the target's own token after each row, if the host has chosen
     choices: Tensor | None = None
-    logits: Tensor | None = None  # [b * B, V] as the head wrote them, where it has not
-    logit_cap: float = 0.0  # still to be applied to the logits; 0 for none
+    logits: Tensor | None = None  # [b * B, V] as the LM head wrote them, if the host has not
+    logit_cap: float = 0.0  # softcap still to be applied to the logits; 0 for none
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Which drafts each request keeps, and the target's own tokens."""
 
-    choices: Tensor  # [b, B] int64, the token after each row; after the kept drafts the bonus
-    # [b] int32, the drafts to keep, COUNT_MATCHES for as many as match; None: so for all requests
+    choices: Tensor  # [b, B] int64, the token after each row; the bonus after the kept drafts
+    # [b] int32, drafts to keep; COUNT_MATCHES to count the leading matches; None: that for all
     num_correct: Tensor | None = None
-    # [b, B - 1] fp32, the chance that a sampled draft is kept less that of an argmax draft
+    # [b, B - 1] fp32, acceptance probability of a sampled draft minus that of an argmax draft
     advantage: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What a step adds to each request."""
+    """The tokens that a step commits to each request."""
 
-    lens: Tensor  # [b] int32, correct drafts and the bonus
-    token_ids: Tensor  # [b, B] int64, the first lens of each row count, the rest is 0
+    lens: Tensor  # [b] int32, number of correct drafts, plus 1 for the bonus
+    token_ids: Tensor  # [b, B] int64, valid in the first lens columns, 0 in the rest
     bonus: Tensor  # [b] int64, the target's own token after the correct drafts; the next anchor
     new_lens: Tensor  # [b] int64
-    slots: Tensor  # [b, B] int64, those of the committed rows, scratch for the others
+    slots: Tensor  # [b, B] int64, slots of the committed rows, the scratch slot for the rest

@@ -1,4 +1,4 @@
-"""Stage 2: ask the target about every row of the block in one pass."""
+"""Stage 2: run the target on every row of the block in one forward pass."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`python -m sglang_dflash NAME`, one module each. They reach SGLang through `glue` only."""
+"""The `python -m sglang_dflash` commands, one module each. They use SGLang only through `glue`."""

@@ -1,7 +1,7 @@
-"""Is everything in place, and does a pair fit: what `python -m sglang_dflash doctor` answers.
+"""`python -m sglang_dflash doctor`: check the installation, and whether a pair fits.
 
-Nothing is loaded: a pair is judged by its configs, and by the sizes of its files or, where they are
-not here yet, by the number of parameters that the configs describe.
+No weights are loaded: a pair is judged by its configs, and by its file sizes or, if the files are
+not downloaded yet, by the parameter counts that the configs imply.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from sglang_dflash.glue.startup.server_args import describe_target
 from sglang_dflash.reference import Drafter, DrafterConfig
 
 GIB = 2**30
-BYTES = 2  # of a value in bf16
+BYTES = 2  # per bf16 value
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. `advice` says what to do where it is not well."""
+    """The result of one check. `advice` says what to do if it failed."""
 
     name: str
-    state: str  # ok, note or bad; bad blocks a start
+    state: str  # ok, note or bad; bad blocks startup
     found: str
     advice: str = ""
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Print the findings; return 1 if one of them blocks a start."""
+    """Print the findings; return 1 if one of them blocks startup."""
     findings = look_at_installation()
     plan = None
     if options.model_path or options.speculative_draft_model_path:
@@ -114,7 +114,7 @@ def _gpu() -> Finding:
 
 
 def _backends() -> list[Finding]:
-    """Look for what the recommended backends import."""
+    """Check for the modules that the recommended backends import."""
     needs = {
         "target attention triton": "triton",
         "draft attention fa4": "cutlass",
@@ -132,7 +132,7 @@ def _backends() -> list[Finding]:
 
 
 def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, Any] | None]:
-    """Judge a target and its drafter by their configs."""
+    """Check a target and its drafter by their configs."""
     target_path, draft_path = options.model_path, options.speculative_draft_model_path
     if not target_path or not draft_path:
         missing = "--model-path" if not target_path else "--speculative-draft-model-path"
@@ -173,14 +173,14 @@ def _read(path: str, options: argparse.Namespace, *, role: str) -> Any:
 
 
 def kv_bytes_per_token(text: Any) -> dict[str, int]:
-    """Return the bytes of KV that a token needs in layers of each kind, in bf16."""
+    """Return the bytes of bf16 KV per token for each layer type."""
 
     def first(*names: str) -> int:
         values = (getattr(text, name, None) for name in names)
         return next((value for value in values if value), 0)
 
     plain_dim = first("head_dim") or text.hidden_size // text.num_attention_heads
-    # Gemma 4's kinds differ in heads and dims, under names of its own
+    # Gemma 4's layer types differ in heads and head dim, under its own config names
     shapes = {
         "full_attention": (
             first("num_global_key_value_heads", "num_key_value_heads"),
@@ -200,7 +200,7 @@ def kv_bytes_per_token(text: Any) -> dict[str, int]:
 
 
 def target_bytes(path: str, options: argparse.Namespace) -> int | None:
-    """Return the size of a target, None where it is not known before it is loaded."""
+    """Return the size of a target's weights, None if it is unknown before they are loaded."""
     if options.quantization:
         return None
     size = file_bytes(path)
@@ -208,14 +208,15 @@ def target_bytes(path: str, options: argparse.Namespace) -> int | None:
 
 
 def file_bytes(path: str) -> int | None:
-    """Return the size of a local checkpoint, None where there is none to measure."""
+    """Return the size of a local checkpoint, None if there is none."""
     sizes = [file.stat().st_size for file in Path(path).glob("*.safetensors")]
     return sum(sizes) or None
 
 
 def described_bytes(path: str, *, trust_remote_code: bool) -> int | None:
-    """Return what a target's config describes, in bf16; None if transformers cannot build it."""
-    # SGLang renames fields of some configs, which makes another model of them
+    """Return the bf16 size that a target's config implies; None if transformers cannot build the
+    model, or it is quantised."""
+    # not through SGLang, which renames fields of some configs and so changes the model
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     model_class = getattr(transformers, config.architectures[0], None)
     if model_class is None or getattr(config, "quantization_config", None) is not None:
@@ -237,7 +238,7 @@ def plan_memory(
     sizes: dict[str, int | None],
     options: argparse.Namespace,
 ) -> tuple[dict[str, Any], Finding]:
-    """Return where the memory goes, and whether anything is left for KV."""
+    """Return the memory breakdown, and whether enough is left for KV."""
     kv = kv_bytes_per_token(target_config.get_text_config())
     draft_kv = drafter.num_layers * 2 * drafter.num_kv_heads * drafter.head_dim * BYTES
     memory: dict[str, Any] = {
@@ -253,11 +254,11 @@ def plan_memory(
     if total is None or None in sizes.values():
         text = "not judged: needs the size of the weights, and a GPU or --gpu-memory-gb"
         return memory, Finding("memory", "note", text)
-    # each of several cards holds a part of every layer
+    # tensor parallelism: each card holds a shard of every layer
     cards = options.tp_size
     weights = sum(size for size in sizes.values() if size is not None)
     left = cards * total * GIB * options.mem_fraction_static - weights
-    # SGLang gives sliding layers a pool of their own, this much of the full layers' in tokens
+    # SGLang gives sliding layers their own pool: this ratio of the full layers' pool in tokens
     sliding = options.swa_full_tokens_ratio * kv.get("sliding_attention", 0)
     tokens = int(left // (kv.get("full_attention", 0) + sliding + draft_kv))
     room = f"{total:.0f} GiB" if cards == 1 else f"{cards} times {total:.0f} GiB"
@@ -276,7 +277,7 @@ def plan_memory(
 def recommend(
     target: str, draft: str, drafter: cfg.DrafterSpec, options: argparse.Namespace
 ) -> str:
-    """Return a command for the card that was asked about, or else for what is here."""
+    """Return a launch command for the given card or, without one, for this machine."""
     pair = ["--model-path", target, "--speculative-draft-model-path", draft]
     if options.trust_remote_code:
         pair.append("--trust-remote-code")

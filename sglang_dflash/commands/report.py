@@ -1,4 +1,4 @@
-"""Live acceptance of a running server, as a chart in the terminal and as a picture."""
+"""Live acceptance of a running server, as a terminal chart and as an image."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BAR_WIDTH = 40
 
 @dataclass(frozen=True)
 class Look:
-    """What a server said about itself at one moment."""
+    """A snapshot of a server's acceptance."""
 
     at: float  # seconds
     committed: int
@@ -26,11 +26,11 @@ class Look:
     histogram: list[int]
     position_rates: list[float]
     alarms: int
-    replicas: list[str] = field(default_factory=list)  # a line for each, where there are several
+    replicas: list[str] = field(default_factory=list)  # one line each, if there are several
 
 
 def look_at(url: str) -> Look:
-    """Ask a server. Raise SystemExit with what to do where there is nothing to see."""
+    """Query a server. Raise SystemExit with advice if there is nothing to report."""
     url = url if "://" in url else f"http://{url}"
     try:
         response = requests.get(f"{url}/server_info", timeout=10)
@@ -72,7 +72,7 @@ def _lines(replicas: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def chart(looks: list[Look]) -> str:
-    """Return the chart of the newest look, with the rate since the one before."""
+    """Return the chart of the latest snapshot, with the rate since the previous one."""
     last = looks[-1]
     steps = sum(last.histogram)
     lines = [
@@ -83,7 +83,7 @@ def chart(looks: list[Look]) -> str:
         "tokens committed per step          drafts accepted by position",
     ]
     most = max(last.histogram) or 1
-    # position k stands beside commits of k tokens
+    # position k stands beside commits of k + 1 tokens: k drafts and the bonus
     positions = [None, *last.position_rates]
     for tokens, (count, rate) in enumerate(zip(last.histogram, positions, strict=True), start=1):
         left = f"{tokens:3d} {'#' * round(20 * count / most):20s} {count / max(steps, 1):6.1%}"
@@ -95,7 +95,7 @@ def chart(looks: list[Look]) -> str:
 
 
 def rates(looks: list[Look]) -> list[float]:
-    """Return tokens per second between looks; the first has none before it."""
+    """Return tokens per second between snapshots; 0 for the first."""
     found = [0.0]
     for before, after in zip(looks, looks[1:], strict=False):
         found.append((after.committed - before.committed) / max(after.at - before.at, 1e-9))
@@ -103,7 +103,7 @@ def rates(looks: list[Look]) -> list[float]:
 
 
 def draw(looks: list[Look], path: str) -> None:
-    """Draw histogram, acceptance by position, and tokens per second over time."""
+    """Plot the histogram, acceptance by position, and tokens per second over time."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
-"""SGLang's server behind the doctor's look at the pair: what `python -m sglang_dflash serve` does.
+"""`python -m sglang_dflash serve`: run the doctor's checks, then SGLang's server.
 
-Both happen in one process, because importing SGLang takes longer than everything else the doctor
-does. A pair that would not start ends with the reason, before weights are downloaded or loaded.
+Both run in one process, because importing SGLang takes longer than everything else the doctor does.
+A pair that cannot start fails with the reason, before weights are downloaded or loaded.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from sglang_dflash.glue.programs.server import run_server
 
 
 def run_serve(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Serve until stopped, with SGLang's own arguments, of which `options` are those that tell of
-    the pair; return 1 if the doctor finds a reason not to begin."""
+    """Serve until stopped, with SGLang's own arguments; `options` are the ones that describe the
+    pair. Return 1 if the doctor finds a reason not to start."""
     findings, _ = look_at_pair(options)
     bad = [f for f in look_at_installation() + findings if f.state == "bad"]
     for finding in bad:

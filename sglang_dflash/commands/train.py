@@ -1,4 +1,4 @@
-"""The trainer, with SGLang's offline engine for the answers where SGLang is installed."""
+"""The trainer, which generates answers with SGLang's offline engine if SGLang is installed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from sglang_dflash.train.stop import Stop
 
 
 def run_train(options: argparse.Namespace, invocation: Invocation, stop: Stop) -> int:
-    """Run the stages of a training run that are left to do; return the exit status."""
+    """Run the remaining stages of a training run; return the exit status."""
     engine = offline_engine if release.installed() else None
     return command.run_train(options, invocation, engine=engine, stop=stop)

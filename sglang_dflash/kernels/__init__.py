@@ -1,7 +1,8 @@
-"""The ops of a step, chosen once at start-up. Tensors in, tensors out.
+"""The ops of a step, chosen once at startup. Tensors in, tensors out.
 
-A folder per family of ops has the torch twins, in `reference.py`, beside the Triton kernels; a twin
-says what its kernel computes. `ops.py` names every op as its twin, `gpu_ops.py` as its kernel.
+Each family of ops has a folder with its Triton kernels and, in `reference.py`, their torch twins,
+which specify what the kernels compute. `ops.py` binds every op to its twin, `gpu_ops.py` to its
+kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ TORCH = Ops()
 
 
 def choose(device_type: str) -> Ops:
-    """Return the ops for a device. The caller logs what they run as."""
+    """Return the ops for a device. The caller logs what runs each op."""
     if device_type == "cpu":
         return TORCH
     if device_type != "cuda":
@@ -26,7 +27,7 @@ def choose(device_type: str) -> Ops:
 
 
 def triton_ops() -> Ops:
-    """Return the Triton kernels, each in the place of its twin."""
+    """Return the Triton kernels, each in place of its twin."""
     from sglang_dflash.kernels.gpu_ops import TritonOps
 
     return TritonOps()

@@ -1,4 +1,4 @@
-"""Every op of a step as its Triton kernel. Imported on a GPU only, where there is Triton."""
+"""Every op of a step, bound to its Triton kernel. Imported only on a GPU, where Triton exists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_dflash.kernels.sampling import argmax, rejection, top_k
 
 
 class TritonOps(Ops):
-    """Our kernels, each in the place of its twin."""
+    """Our kernels, each in place of its twin."""
 
     name = "triton"
     build_block = staticmethod(block.build_block)
@@ -30,6 +30,6 @@ class TritonOps(Ops):
     verify_attention = verify.VerifyAttention
 
     def describe(self) -> dict[str, str]:
-        """Return what runs each op, and which products of few rows are ours."""
+        """Return what runs each op, and which thin GEMMs are ours."""
         found = super().describe()
         return found | {"thin_linear": f"{found['thin_linear']} ({thin_linear.served()})"}

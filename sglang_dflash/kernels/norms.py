@@ -1,4 +1,4 @@
-"""RMS norm and RoPE in torch, which several twins share."""
+"""RMSNorm and RoPE in torch, shared by several twins."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension in fp32, then scale by a plain weight."""
+    """Normalise the last dimension in fp32, then scale by the weight itself (not 1 + weight)."""
     x32 = x.float()
     normed = x32 * torch.rsqrt(x32.square().mean(dim=-1, keepdim=True) + eps)
     return (normed * weight.float()).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Every op of a step by name, as its torch twin."""
+"""Every op of a step by name, bound to its torch twin."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Ops:
     """One implementation of every op: here the twins, which run on a CPU.
 
-    A subclass has kernels instead, each with its twin's signature: mypy holds it to the types, a
-    test to the rest. No op of a step reads a tensor on the host, so each is safe under CUDA-graph
-    capture and costs no synchronisation; the twin of `index_prefixes` does, and serves tests only.
+    A subclass provides kernels with the same signatures: mypy checks the types, a test the rest. No
+    op of a step reads a tensor on the host, so each is safe under CUDA graph capture and never
+    synchronises. The one exception, the twin of `index_prefixes`, is for tests only.
     """
 
     name = "torch"
@@ -36,11 +36,11 @@ class Ops:
     norm_add_norm = staticmethod(gemma_layer.norm_add_norm)
     thin_linear = staticmethod(gemma_layer.thin_linear)
     index_prefixes = staticmethod(attention.index_prefixes)
-    # a class, for it keeps scratch from call to call; a CPU attends by `paged_attention` instead
+    # a class, because it keeps scratch between calls; a CPU uses `paged_attention` instead
     verify_attention: type[VerifyAttention] | None = None
 
     def describe(self) -> dict[str, str]:
-        """Return what runs each op, by its name, unless the engine keeps an op of its own."""
+        """Return what runs each op, by name, unless the engine keeps its own implementation."""
         names = [name for name, value in vars(Ops).items() if isinstance(value, staticmethod)]
         return {name: self._runs(name) for name in (*names, "verify_attention")}
 

@@ -37,13 +37,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Generation:
-    token_ids: list[int]  # generated tokens, without the prompt, including an end token
+    token_ids: list[int]  # generated tokens, without the prompt, including an EOS token
     blocks: list[Block]  # one per verify step
     commit_lens: list[int]  # as verified; the last may exceed the tokens kept in token_ids
 
     @property
     def accept_length(self) -> float:
-        """Tokens kept per verify step; the token of the prefill is not counted."""
+        """Tokens kept per verify step; prefill's token is not counted."""
         return (len(self.token_ids) - 1) / max(len(self.blocks), 1)
 
 
@@ -62,7 +62,7 @@ class Decoding:
 
 
 def check_layer_ids(target: PreTrainedModel, layer_ids: Sequence[int]) -> None:
-    """Refuse a layer whose output before the final norm transformers does not return."""
+    """Raise ValueError for layers whose output transformers returns only after the final norm."""
     count = target.config.get_text_config().num_hidden_layers
     bad = [i for i in layer_ids if not 0 <= i < count - 1]
     if bad:
@@ -84,7 +84,7 @@ def capture_features(
     input_ids: Tensor,  # [b, T] int64
     layer_ids: Sequence[int],
 ) -> Tensor:
-    """Return the features of every token from one forward without a cache, [b, T, K * H]."""
+    """Return the features of every token from one forward pass without a cache, [b, T, K * H]."""
     check_layer_ids(target, layer_ids)
     out = target(
         input_ids=input_ids,
@@ -99,7 +99,7 @@ def capture_features(
 def recompute_context(
     target: PreTrainedModel, drafter: Drafter, token_ids: Sequence[int]
 ) -> ContextKV:
-    """Return the draft KV of `token_ids` from scratch; incremental updates must equal it."""
+    """Compute the draft KV of `token_ids` from scratch; incremental updates must equal it."""
     input_ids = torch.tensor([list(token_ids)], device=target.device)
     features = capture_features(target, input_ids, drafter.config.target_layer_ids)
     return _context_rows(drafter, features, first=0)
@@ -113,7 +113,7 @@ def _context_rows(drafter: Drafter, features: Tensor, *, first: int) -> ContextK
 
 class TargetOutput(NamedTuple):
     logits: Tensor  # [1, T, V]
-    hidden_states: tuple[Tensor, ...]  # each [1, T, H]; of the embedding, then of every layer
+    hidden_states: tuple[Tensor, ...]  # each [1, T, H]; the embedding, then every layer
 
 
 def _forward(
@@ -179,7 +179,7 @@ def verify_block(
     block: Block,
     choose: Choose | BlockRule = greedy,
 ) -> int:
-    """Verify a block, commit its correct drafts and the bonus, and return how many tokens.
+    """Verify a block, commit its correct drafts and the bonus, and return the commit length.
 
     Writes the target KV and the draft KV of the anchor and the correct drafts, and nothing else.
     """
@@ -217,7 +217,7 @@ def generate(
     choose: Choose | BlockRule = greedy,
 ) -> Generation:
     """Decode with DFlash: the same tokens as `generate_plain` in fewer target passes or, with a
-    `BlockRule`, samples of the same distribution.
+    `BlockRule`, samples from the same distribution.
 
     `block_size` None means the one the drafter was trained with.
     """

@@ -69,7 +69,7 @@ class DrafterConfig:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], *, name: str = "(unnamed)") -> DrafterConfig:
-        """Read the released config.json format; refuse variants this oracle cannot compute."""
+        """Read the released config.json format; reject variants this oracle does not support."""
         if "dflash_config" not in raw:
             raise ValueError(
                 "config.json has no dflash_config, so it is not a DFlash drafter. "
@@ -146,7 +146,7 @@ def _read_rope_theta(raw: dict[str, Any]) -> float:
 class ContextKV:
     """Draft K/V of a context, one entry per layer. Index t of every tensor is position t."""
 
-    keys: tuple[Tensor, ...]  # each [b, T, kv_heads, head_dim], normed and roped
+    keys: tuple[Tensor, ...]  # each [b, T, kv_heads, head_dim], after k-norm and RoPE
     values: tuple[Tensor, ...]  # each [b, T, kv_heads, head_dim]
 
     def __len__(self) -> int:
@@ -178,7 +178,7 @@ def rotate(
     *,
     theta: float,
 ) -> Tensor:
-    """Apply rotary embedding to the two halves of the head dimension (neox style)."""
+    """Apply RoPE to the two halves of the head dimension (neox style)."""
     half = x.shape[-1] // 2
     steps = torch.arange(half, device=x.device, dtype=torch.float32)
     angles = positions[..., None].float() * theta ** (-steps / half)
@@ -201,7 +201,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def key_value(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return k (normed, roped) and v of `x`, for context and block rows alike."""
+        """Return k (after norm and RoPE) and v of `x`, for context and block rows alike."""
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         return rotate(k, positions, theta=self.theta), v
@@ -256,7 +256,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.ModuleList):
-    """A ModuleList that a type checker knows to hold `Layer`s."""
+    """A ModuleList typed to hold `Layer`s."""
 
     def __iter__(self) -> Iterator[Layer]:
         return cast(Iterator[Layer], super().__iter__())

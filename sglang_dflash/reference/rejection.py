@@ -1,6 +1,6 @@
 """Block verification: rejection sampling that accepts or rejects a block's drafts jointly.
 
-One sequence at a time, written after the definition: Sun et al., Block Verification Accelerates
+One sequence at a time, written from the definition: Sun et al., Block Verification Accelerates
 Speculative Decoding (2024), algorithm 2. p is the target's distribution, q the drafter's.
 """
 

@@ -1,13 +1,13 @@
-"""Acceptance in torch: the specification, and the path that runs on a CPU."""
+"""Acceptance in torch: the specification, and the CPU path."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# slot 0 of every KV pool is scratch: what must not be kept is written there
+# slot 0 of every KV pool is scratch: rows to discard are written there
 SCRATCH_SLOT = 0
-# a request's `num_correct` that leaves the count to `accept_block`
+# sentinel for `num_correct`: `accept_block` counts the leading matches of the request
 COUNT_MATCHES = -1
 
 
@@ -22,8 +22,8 @@ def accept_block(
     [b], slots [b, B] with every row past the commit redirected to the scratch slot).
 
     Draft k + 1 is correct when it equals the choice after row k and every draft before it is. The
-    choice after the correct drafts is the bonus. A request whose `num_correct` is COUNT_MATCHES,
-    or every request if there is none, has its leading matches counted.
+    choice after the correct drafts is the bonus. Leading matches are counted for a request whose
+    `num_correct` is COUNT_MATCHES, or for every request if `num_correct` is None.
     """
     matches = token_ids[:, 1:] == choices[:, :-1]
     leading = matches.to(torch.int32).cumprod(dim=1, dtype=torch.int32).sum(dim=1)

@@ -1,7 +1,7 @@
-"""Acceptance: one program counts one request's leading matches and lays out what it commits.
+"""Acceptance: one program per request counts the leading matches and lays out the commit.
 
-Layout contract: token_ids, choices and slots [b, B] contiguous, the rest [b] contiguous. Nothing
-here reads a tensor on the host. Without `num_correct` it is not loaded (WALK).
+Layout contract: token_ids, choices and slots [b, B] contiguous, the rest [b] contiguous. No tensor
+is read on the host. WALK means that `num_correct` is None and not loaded.
 """
 
 # mypy: allow-untyped-defs
@@ -30,7 +30,7 @@ def _accept_block(
     choice = tl.load(choices + at, mask=live, other=0)
     draft = tl.load(token_ids + at + 1, mask=column < WIDTH - 1, other=0)
     wrong = (draft != choice) | (column >= WIDTH - 1)
-    # the first wrong column is how many drafts are right
+    # the first wrong column is the number of correct drafts
     count = tl.min(tl.where(wrong, column, BLOCK), 0)
     if not WALK:
         given = tl.load(num_correct + request)
@@ -51,7 +51,7 @@ def accept_block(
     slots: Tensor,
     num_correct: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Do what `reference.accept_block` does."""
+    """Triton version of `reference.accept_block`."""
     requests, width = token_ids.shape
     commit_lens = torch.empty(requests, dtype=torch.int32, device=token_ids.device)
     committed, kept = torch.empty_like(token_ids), torch.empty_like(slots)

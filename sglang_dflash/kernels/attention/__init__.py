@@ -1,1 +1,1 @@
-"""Verify attention, and the index of prefixes it reads."""
+"""Verify attention, and the prefix index it reads."""

@@ -1,11 +1,11 @@
-"""The slots of every prefix of a batch, laid end to end for the verify kernel.
+"""The slots of every prefix of a batch, concatenated for the verify kernel.
 
-No length is read on the host: each program sums the lengths before its request by itself, and the
-grid depends on the number of requests alone. Under a sliding window only the last `window` slots of
-each prefix are laid out; `slot_map` then leads from the slots of the table to those of the window's
-own pool.
+No length is read on the host: each program sums the lengths of the requests before its own, and the
+grid depends only on the number of requests. Under a sliding window only the last `window` slots of
+each prefix are written; `slot_map` then maps slots of the table to slots of the sliding-window
+pool.
 
-Layout contract: slot_table [rows, width] with adjacent columns; request_rows and lens [n]
+Layout contract: slot_table [rows, width] with unit column stride; request_rows and lens [n]
 contiguous; kv_indptr [n + 1] and kv_indices large enough for every prefix.
 """
 
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-# programs that share one prefix; each takes every PARTS-th run of BLOCK slots
+# programs per prefix; each takes every PARTS-th chunk of BLOCK slots
 PARTS = 32
 
 
@@ -67,7 +67,7 @@ def index_prefixes(
     starts: Tensor | None = None,
     slot_map: Tensor | None = None,
 ) -> None:
-    """Do what `reference.index_prefixes` does."""
+    """Triton version of `reference.index_prefixes`."""
     requests = request_rows.shape[0]
     _index_prefixes[(requests, PARTS)](
         *(slot_table, request_rows, lens, kv_indptr, kv_indices, starts, slot_map),

@@ -1,5 +1,5 @@
 """Attention in torch. `paged_attention` runs on a CPU; the other two are specifications only: they
-read lengths on the host, which a CUDA graph cannot.
+read lengths on the host, which CUDA graphs do not allow.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def paged_attention(
 ) -> Tensor:
     """Attend over keys gathered by slot; return [b, q, heads, dv].
 
-    Columns that no query may see read the request's last key instead of their own slot, so that
-    whatever stands in a freed or foreign slot, NaN included, never enters the arithmetic.
+    Columns that are masked for every query read the request's last key instead of their own slot,
+    so that the contents of a freed or foreign slot, NaN included, never enter the arithmetic.
     """
     kv_lens = kv_lens.long()
     columns = torch.arange(slots.shape[1], device=query.device)
@@ -72,11 +72,11 @@ def verify_attention(
     value_scale: float = 1.0,
     window_left: int = -1,  # keys a row sees to its left, -1 for all
     logit_cap: float = 0.0,
-    slots: Tensor | None = None,  # [n * B] int, where the block's keys and values are written too
+    slots: Tensor | None = None,  # [n * B] int, slots to also write the block's KV to
 ) -> None:
     """Attend from each block over its request's prefix and, causally, over the block itself.
 
-    The scales undo the quantisation of the caches; the block's own keys and values need none.
+    The scales dequantise the caches; the block's own keys and values are not scaled.
     """
     if slots is not None:
         key_cache[slots] = block_keys
@@ -108,11 +108,11 @@ def index_prefixes(
     kv_indptr: Tensor,  # [n + 1] int, written
     kv_indices: Tensor,  # [at least all keys] int, written
     *,
-    window: int = -1,  # keep the last so many slots of each prefix, -1 for all
+    window: int = -1,  # number of last slots to keep of each prefix, -1 for all
     starts: Tensor | None = None,  # [n] int, written: position of the first kept slot
     slot_map: Tensor | None = None,  # [slots] int, applied to every slot
 ) -> None:
-    """Lay the slots of all prefixes end to end, as the verify kernel reads them."""
+    """Concatenate the slots of all prefixes, as the verify kernel reads them."""
     found = [torch.zeros(0, dtype=torch.int64, device=lens.device)]
     for i, (row, length) in enumerate(zip(request_rows.tolist(), lens.tolist(), strict=True)):
         first = max(0, length - window) if window >= 0 else 0

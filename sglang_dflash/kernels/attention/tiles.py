@@ -1,4 +1,4 @@
-"""How verify attention is cut into programs: one tile per head dim, and which layers have one."""
+"""Tiling of verify attention: one tile config per head dim, and which layers have one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one kind of attention layer looks like on this rank."""
+    """The shape of one kind of attention layer on this rank."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -20,20 +20,20 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Tile:
-    """How one head dim is cut: the shape of a program, and how many programs to aim for."""
+    """The tile config of one head dim: the shape of a program, and the target program count."""
 
-    block_m: int  # packed rows; 64 is the least that Hopper's wgmma takes
-    block_n: int  # keys per step of the loop
+    block_m: int  # packed rows; 64 is the minimum for Hopper's wgmma
+    block_n: int  # keys per loop iteration
     num_warps: int
     num_stages: int
     ctas_per_sm: int
     min_run: int  # keys; a shorter run costs more in its partial result than it saves
-    # programs that share the value dim: with 512 columns the accumulator of 128 rows, all the
-    # queries of a KV head, is too large for one, and half of them would read every key twice
+    # programs that split the value dim: with 512 columns, the accumulator of 128 rows (all queries
+    # of a KV head) is too large for one program, and tiles of half the rows read every key twice
     dv_parts: int = 1
 
 
-# by head dim, rounded up to a power of two; measured by `python -m benchmarks.kernels --sweep`
+# by head dim, rounded up to a power of two; tuned with `python -m benchmarks.kernels --sweep`
 TILES = {
     64: Tile(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=2, min_run=128),
     128: Tile(block_m=64, block_n=64, num_warps=4, num_stages=3, ctas_per_sm=2, min_run=128),
@@ -42,12 +42,12 @@ TILES = {
         block_m=128, block_n=32, num_warps=8, num_stages=2, ctas_per_sm=1, min_run=32, dv_parts=2
     ),
 }
-# for exactness, not speed: fp32 multiplies without tensor cores, and large tiles spill registers
+# for precision, not speed: fp32 does not use tensor cores, and large tiles spill registers
 TILE_FP32 = Tile(block_m=16, block_n=32, num_warps=4, num_stages=1, ctas_per_sm=2, min_run=64)
 
 
 def padded(extent: int) -> int:
-    """Round up to what a tile can have: a power of two, 16 at least for the tensor cores."""
+    """Round up to a valid tile extent: a power of two, at least 16 for the tensor cores."""
     return max(16, triton.next_power_of_2(extent))
 
 
@@ -57,15 +57,15 @@ def count_row_tiles(shape: LayerShape, tile: Tile, rows: int) -> int:
 
 
 def count_value_parts(shape: LayerShape, tile: Tile) -> int:
-    """Return how many programs share the value dim."""
+    """Return how many programs split the value dim."""
     return min(tile.dv_parts, padded(shape.v_head_dim) // 16)
 
 
 def can_serve(shape: LayerShape, tiles: Mapping[int, Tile] = TILES) -> bool:
-    """Say whether a layer has whole groups of query heads, and a head dim that has a tile."""
+    """Return whether the KV heads divide the query heads and the head dim has a tile."""
     return shape.num_q_heads % shape.num_kv_heads == 0 and tile_dim(shape, tiles) in tiles
 
 
 def tile_dim(shape: LayerShape, tiles: Mapping[int, Tile]) -> int:
-    """Return the head dim of the tile that a layer would take."""
+    """Return the padded head dim by which a layer's tile is looked up."""
     return max(min(tiles), triton.next_power_of_2(max(shape.head_dim, shape.v_head_dim)))

@@ -1,24 +1,24 @@
-"""Attention of the verify pass: every block row over its request's prefix and its own block.
+"""Verify attention: every block row over its request's prefix and its own block.
 
-What is fused. One program reads a run of prefix keys and values once for all query heads of a KV
-head and all rows of the block (`group * B` packed rows, in tiles of `block_m`, the value dim in
+Fusion. One program reads a run of prefix keys and values once for all query heads of a KV head and
+all rows of the block (`group * B` packed rows, in tiles of `block_m`, the value dim split into
 `dv_parts`), applies scale, logit cap, window and online softmax and, in a request's last run,
-attends causally over the block's own keys. Requests cut into several runs leave partial results
-with their log-sum-exp, as in flash decoding, which a second kernel merges.
+attends causally over the block's own keys. As in flash decoding, requests split into several runs
+write partial results with their log-sum-exp, which a second kernel merges.
 
-How work is cut. Lengths live on the device, so the grid may not depend on them. The prefixes of the
-batch are cut into runs of one length, at least `min_run` keys and long enough that about
-`ctas_per_sm` programs per multiprocessor cover the batch, whatever its mix of lengths; each program
-finds its request and keys from `kv_indptr`. With runs of at least `total / goal` keys, n requests
-have n + goal - 1 runs at most; those of several runs, which alone need scratch, at most 2 * goal.
+Work split. Lengths live on the device, so the grid cannot depend on them. The prefixes of the batch
+are split into runs of equal length, at least `min_run` keys and long enough that about
+`ctas_per_sm` programs per SM cover the batch, whatever its mix of lengths. Each program finds its
+request and keys from `kv_indptr`. With runs of at least `total / goal` keys, n requests have at
+most n + goal - 1 runs. Only the runs of split requests need scratch, at most 2 * goal of them.
 
-Layout contract. n requests of B adjacent rows; the query heads of a KV head are adjacent. query
+Layout contract. n requests of B consecutive rows; the query heads of a KV head are adjacent. query
 [n * B, heads, d] and out [n * B, heads, dv], caches [slots, kv_heads, d] and [slots, kv_heads, dv]:
-dense but for the stride of rows or slots, as are block keys [n * B, kv_heads, d] and values
+dense except for the row or slot stride, as are block keys [n * B, kv_heads, d] and values
 [n * B, kv_heads, dv]. With `slots` the block's KV is also written to the caches, by the program
-that has just read it. kv_indptr [n + 1] int32 and kv_indices hold the slots of each prefix, block
-excluded; a prefix may be empty. Under a sliding window, keys that no row can see may be missing
-from the front: positions are counted back from the end of the prefix.
+that has just read it. kv_indptr [n + 1] int32 and kv_indices hold the slots of each prefix,
+excluding the block; a prefix may be empty. Under a sliding window, keys that no row can see may be
+missing from the front: positions are counted back from the end of the prefix.
 """
 
 # mypy: allow-untyped-defs
@@ -48,7 +48,7 @@ from sglang_dflash.kernels.attention.tiles import (
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-# programs of the merge at large batches: 16 per multiprocessor of an H200
+# merge programs at large batch sizes: 16 per SM of an H200
 MERGE_PROGRAMS = 2112
 
 
@@ -59,9 +59,9 @@ def _find_run(
     WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REQUESTS: tl.constexpr,
 ):
     # fmt: on
-    """Return (request, index of the run in it, its runs, its first scratch row, keys per run).
+    """Return (request, run index within it, its run count, its first scratch row, keys per run).
 
-    The request is `num_requests` or more where the batch has fewer runs than there are programs.
+    The request is `num_requests` or more if the batch has no run for this program.
     """
     ids = tl.arange(0, BLOCK_REQUESTS)
     live = ids < num_requests
@@ -81,11 +81,11 @@ def _find_run(
 
 @triton.jit
 def _score(query, keys, n, end, oldest, scale, WINDOW: tl.constexpr, LOGIT_CAP: tl.constexpr):
-    """Return scores in base 2: -inf outside [oldest, end), where oldest counts under a window."""
-    # ieee: fp32 must not pass through tf32; it means nothing to narrower types
+    """Return base-2 scores: -inf outside [oldest, end); oldest applies only under a window."""
+    # ieee: no tf32 for fp32 inputs; no effect on narrower types
     scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
     if LOGIT_CAP > 0:
-        # tanh by the sigmoid, which saturates without overflow
+        # tanh via sigmoid, which saturates without overflow
         scores = 2.0 * tl.sigmoid(scores * (scale * 2.0 / LOGIT_CAP)) - 1.0
         scores *= LOGIT_CAP * LOG2E
     else:
@@ -98,9 +98,9 @@ def _score(query, keys, n, end, oldest, scale, WINDOW: tl.constexpr, LOGIT_CAP: 
 
 @triton.jit
 def _fold(acc, peak, total, scores, values):
-    """Take one tile of keys into the online softmax."""
+    """Update the online softmax with one tile of keys."""
     new_peak = tl.maximum(peak, tl.max(scores, 1))
-    # a row that has seen no key yet: -inf minus -inf would be nan
+    # for a row that has seen no key yet, -inf minus -inf would be NaN
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(peak - base)
@@ -115,7 +115,7 @@ def _attend_runs(
     query, block_keys, block_values, out, key_cache, value_cache, kv_indptr, kv_indices,
     partial_out,  # [scratch rows, kv_heads, group * B, dv] fp32
     partial_lse,  # [scratch rows, kv_heads, group * B] fp32, base 2
-    plan,  # [n, 2] int32, first scratch row and runs of each request
+    plan,  # [n, 2] int32, first scratch row and run count of each request
     slots_out,  # [n * B] int64
     scale, key_scale, value_scale, num_requests, goal, min_run,
     query_stride, out_stride, key_stride, value_stride, block_key_stride, block_value_stride,
@@ -127,7 +127,7 @@ def _attend_runs(
     BLOCK_REQUESTS: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
-    # neighbours share: first the parts and tiles of the same keys, then the heads of the same slots
+    # ordered for reuse: parts and tiles of the same keys first, then heads of the same slots
     part = tl.program_id(0) % DV_PARTS
     tile = tl.program_id(0) // DV_PARTS % TILES_M
     head = (tl.program_id(0) // (DV_PARTS * TILES_M)).to(tl.int64)
@@ -159,11 +159,11 @@ def _attend_runs(
     values_at = value_cache + head * DV + dv
     slots_at = kv_indices + (prefix_end - prefix).to(tl.int64)
     oldest = prefix + row - WINDOW
-    # slots are one step ahead of keys and values, whose loads then need not wait for them
+    # slots are loaded one iteration ahead, so that key and value loads need not wait for them
     n = begin + tl.arange(0, BLOCK_N)
     slots = tl.load(slots_at + n, mask=n < end, other=0).to(tl.int64)
     if PDL:
-        # up to here nothing came from the kernels of this layer
+        # nothing read so far was written by this layer's kernels
         gdc_wait()
         gdc_launch_dependents()
     if (tl.program_id(0) == 0) & (index == 0):
@@ -188,7 +188,7 @@ def _attend_runs(
         values_from = block_values + token * block_value_stride + head * DV + dv
         k = tl.load(keys_from, mask=live & (d < D), other=0.0)
         v = tl.load(values_from, mask=live & (dv < DV), other=0.0)
-        # no program of this launch reads a block's slots; without slots nothing is compiled here
+        # no race: no program of this launch reads a block's slots; compiled out without slots
         if WRITES:  # noqa: SIM102
             if tile == 0:
                 slot = tl.load(slots_out + first_row + column, mask=column < ROWS, other=0)[:, None]
@@ -197,7 +197,7 @@ def _attend_runs(
         own = _score(q, k, column, row[:, None] + 1, row - WINDOW, scale, WINDOW, LOGIT_CAP)
         acc, peak, total = _fold(acc, peak, total, own, v)
 
-    # a row that sees no key of this run: zeros and an lse of -inf, so that it weighs nothing
+    # a row that sees no key of this run: zeros and an lse of -inf, so that its weight is zero
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     store_live = packed_live & (dv < DV)
     if count == 1:
@@ -252,10 +252,10 @@ def _merge_runs(
 
 
 class VerifyAttention:
-    """The kernel with its scratch, for every kind of layer of a model.
+    """The kernel with its scratch, for every kind of layer in a model.
 
-    Scratch is shared by all layers, so calls must be ordered on one stream. No call allocates or
-    reads a tensor on the host, and none depends on lengths in its launch: safe under CUDA graphs.
+    Scratch is shared by all layers, so calls must be ordered on one stream. Calls neither allocate
+    nor read tensors on the host, and launches do not depend on lengths: safe under CUDA graphs.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class VerifyAttention:
         shapes: Sequence[LayerShape],
         dtype: torch.dtype,
         device: torch.device | str,
-        num_sms: int | None = None,  # read off the device where not given
+        num_sms: int | None = None,  # queried from the device if not given
         tiles: Mapping[int, Tile] | None = None,
     ) -> None:
         self.max_requests = max_requests
@@ -278,7 +278,7 @@ class VerifyAttention:
             tiles = dict.fromkeys(TILES, TILE_FP32) if dtype == torch.float32 else TILES
         assert all(can_serve(s, tiles) for s in shapes), f"no tile for one of {shapes}"
         self.tiles = {s: tiles[tile_dim(s, tiles)] for s in shapes}
-        # runs to aim for in a batch; each is a program per KV head and tile of rows
+        # target runs per batch; each takes a program per KV head, row tile and value part
         self.goals = {}
         for s, tile in self.tiles.items():
             shared = count_row_tiles(s, tile, block_size) * count_value_parts(s, tile)
@@ -291,7 +291,7 @@ class VerifyAttention:
         self.plan = torch.empty(max_requests, 2, dtype=torch.int32, device=device)
 
     def fits(self, query: Tensor, keys: Tensor, values: Tensor, *caches: Tensor) -> bool:
-        """Say whether a layer's tensors, each [n, heads, dim], are what this was built for."""
+        """Return whether a layer's tensors, each [n, heads, dim], match what this was built for."""
         dense = all(
             x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == x.shape[2]
             for x in (query, keys, values, *caches)
@@ -321,9 +321,9 @@ class VerifyAttention:
         value_scale: float = 1.0,
         window_left: int = -1,
         logit_cap: float = 0.0,
-        slots: Tensor | None = None,  # [n * B] int64, where the block's KV is written as well
+        slots: Tensor | None = None,  # [n * B] int64, slots to also write the block's KV to
     ) -> None:
-        """Attend, as `reference.verify_attention` does."""
+        """Triton version of `reference.verify_attention`."""
         n = kv_indptr.shape[0] - 1
         rows = query.shape[0] // n
         shape = LayerShape(query.shape[1], block_keys.shape[1], query.shape[2], out.shape[2])
@@ -357,13 +357,13 @@ class VerifyAttention:
             num_stages=tile.num_stages,
             **pdl.launch_options(out.device.type),
         )
-        # a goal of one run cuts no request
+        # a goal of one run splits no request
         if goal > 1:
             self._merge(out, shape, n, layout)
 
     def _merge(self, out: Tensor, shape: LayerShape, n: int, layout: dict[str, int]) -> None:
         heads_rows = shape.num_q_heads * layout["ROWS"]
-        # a program each where there are few rows; fewer where most requests are whole anyway
+        # one program per row if rows are few; fewer where most requests are not split anyway
         per_program = max(1, n * heads_rows // MERGE_PROGRAMS)
         _merge_runs[(triton.cdiv(heads_rows, per_program), n)](
             *(self.partial_out, self.partial_lse, self.plan, out, out.stride(0), per_program),

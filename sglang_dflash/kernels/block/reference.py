@@ -1,4 +1,4 @@
-"""Block building in torch: the specification, and the path that runs on a CPU."""
+"""Block building in torch: the specification, and the CPU path."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def build_block(
     positions: Tensor,  # [b, B] int64, written
     slots: Tensor,  # [b, B] int64, written
 ) -> None:
-    """Fill a block with the anchor and B - 1 masks, at the positions and slots from `lens` on.
+    """Fill a block with the anchor and B - 1 mask tokens, at positions and slots from `lens` on.
 
-    Positions stop at `last_position`: rows past the context can never be committed, but their
-    position must stay inside every RoPE table.
+    Positions are clamped to `last_position`: rows past the context length are never committed, but
+    their positions must stay inside every RoPE table.
     """
     offsets = torch.arange(token_ids.shape[1], device=lens.device)
     token_ids.fill_(mask_token_id)

@@ -1,7 +1,7 @@
 """Block building: one program writes the tokens, positions and slots of one request's block.
 
 Layout contract: anchors, lens and request_rows [b] contiguous; slot_table [rows, width] with
-adjacent columns; outputs [b, B] contiguous.
+unit column stride; outputs [b, B] contiguous.
 """
 
 # mypy: allow-untyped-defs
@@ -45,7 +45,7 @@ def build_block(
     positions: Tensor,
     slots: Tensor,
 ) -> None:
-    """Do what `reference.build_block` does."""
+    """Triton version of `reference.build_block`."""
     requests, width = token_ids.shape
     _build_block[(requests,)](
         *(anchors, lens, request_rows, slot_table, token_ids, positions, slots),

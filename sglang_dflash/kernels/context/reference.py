@@ -1,4 +1,4 @@
-"""Feature injection in torch: the specification, and the path that runs on a CPU."""
+"""Feature injection in torch: the specification, and the CPU path."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def context_hidden(
     norm_weight: Tensor,  # [H]
     eps: float,
 ) -> Tensor:
-    """Return the projected, normed features [n, H] that every layer makes its draft KV from."""
+    """Return the projected, normed features [n, H] from which every layer computes its draft KV."""
     return rms_norm(features.to(fc_weight.dtype) @ fc_weight.T, norm_weight, eps)
 
 
 def write_context(
     projected: Tensor,  # [L, n, 2 * kv_heads * d], keys then values of each layer
     positions: Tensor,  # [n] int64
-    slots: Tensor,  # [n] int64; the scratch slot where a row is not kept
+    slots: Tensor,  # [n] int64; the scratch slot for discarded rows
     key_caches: Sequence[Tensor],  # L of [slots, kv_heads, d], written
     value_caches: Sequence[Tensor],  # L of [slots, kv_heads, d], written
     *,
@@ -31,7 +31,7 @@ def write_context(
     cos_sin: Tensor,  # [max positions, d], cosines then sines
     eps: float,
 ) -> None:
-    """Norm and rotate the keys, and write keys and values at their slots."""
+    """Apply k-norm and RoPE to the keys, and write keys and values at their slots."""
     cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
     layers = zip(projected, key_caches, value_caches, k_norm_weights, strict=True)
     for rows, key_cache, value_cache, weight in layers:

@@ -1,14 +1,14 @@
-"""Feature injection: what lies around the matrix products that turn features into draft KV.
+"""Feature injection: the kernels around the GEMMs that turn features into draft KV.
 
-What is fused. The products themselves are cuBLAS's. `context_hidden` norms the shared projection in
-one launch; `write_context` takes all layers' projected keys and values and does k-norm, RoPE, the
-cast to the cache's type and the scattered write in one launch. Every layer has a cache of its own:
-where the others lie, counted from the first, stands in a small table that is made once.
+Fusion. The GEMMs themselves are cuBLAS's. `context_hidden` normalises the shared projection in one
+launch. `write_context` applies k-norm, RoPE, the cast to the cache's dtype and the scatter to all
+layers' projected keys and values in one launch. Every layer has its own cache; their offsets from
+the first one are in a small table that is built once.
 
 Layout contract: features [n, K * H] and projected [L, n, 2 * kv_heads * d] contiguous rows, keys
-first; cos_sin [positions, d], cosines then sines; caches [slots, kv_heads, d], alike in type and
-strides and dense but for the stride of slots. Rows that must not be kept carry the scratch slot,
-which several rows may write.
+first; cos_sin [positions, d], cosines then sines; caches [slots, kv_heads, d], of equal dtype
+and strides, dense except for the slot stride. Discarded rows carry the scratch slot, which several
+rows may write.
 """
 
 # mypy: allow-untyped-defs
@@ -44,7 +44,7 @@ def _write_context(
     # fmt: on
     row = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
-    # as the table was checked to be: stores of several numbers need it
+    # asserted when the table is built: vectorised stores need it
     key_cache += tl.multiple_of(tl.load(distances + 3 * layer), 16)
     value_cache += tl.multiple_of(tl.load(distances + 3 * layer + 1), 16)
     k_norm_weight += tl.load(distances + 3 * layer + 2)
@@ -64,7 +64,7 @@ def _write_context(
     inside = half < D // 2
     w_first = tl.load(k_norm_weight + half, mask=inside, other=0.0).to(tl.float32)
     w_second = tl.load(k_norm_weight + half + D // 2, mask=inside, other=0.0).to(tl.float32)
-    # the twin rounds the normed key before it rotates it
+    # round between norm and RoPE, as the twin does
     kind = projected.dtype.element_ty
     first = (first * scale * w_first).to(kind).to(tl.float32)
     second = (second * scale * w_second).to(kind).to(tl.float32)
@@ -86,7 +86,7 @@ def _write_context(
 def context_hidden(
     features: Tensor, *, fc_weight: Tensor, norm_weight: Tensor, eps: float
 ) -> Tensor:
-    """Do what `reference.context_hidden` does."""
+    """Triton version of `reference.context_hidden`."""
     rows = torch.matmul(features.to(fc_weight.dtype), fc_weight.T)
     out = torch.empty_like(rows)
     _norm_rows[(rows.shape[0],)](
@@ -99,7 +99,7 @@ def context_hidden(
 
 @functools.lru_cache(maxsize=64)
 def _distances(addresses: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], device):
-    """Return how many numbers each layer's tensors lie behind the first layer's, [L, kinds]."""
+    """Return the offsets in elements of each layer's tensors from the first layer's, [L, kinds]."""
     rows = [
         [(at - first) // size for at, first, size in zip(layer, addresses[0], sizes, strict=True)]
         for layer in addresses
@@ -119,7 +119,7 @@ def write_context(
     cos_sin: Tensor,
     eps: float,
 ) -> None:
-    """Do what `reference.write_context` does."""
+    """Triton version of `reference.write_context`."""
     firsts = (key_caches[0], value_caches[0], k_norm_weights[0])
     layers = zip(key_caches, value_caches, k_norm_weights, strict=True)
     distances = _distances(

@@ -1,1 +1,1 @@
-"""A Gemma-4 layer's verify pass, between and in its products."""
+"""A Gemma-4 layer's verify pass: its thin GEMMs and the fused ops between them."""

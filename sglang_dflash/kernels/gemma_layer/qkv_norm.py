@@ -1,11 +1,11 @@
-"""Norms and RoPE of a layer's queries, keys and values, in place, in one launch.
+"""RMSNorm and RoPE of a layer's queries, keys and values, in place, in one launch.
 
-What is fused. Gemma norms every head of q and k with a weight and of v without one, then rotates q
-and k; separately these are two launches, of which the first is slow with many rows.
+Fusion. Gemma normalises every head of q and k with a weight and of v without one, then applies RoPE
+to q and k. Unfused these are two launches, the first of which is slow with many rows.
 
-Layout contract: qkv [n, (q_heads + 2 * kv_heads) * d], adjacent columns, q first, then k, then v;
-cos_sin [positions, d], cosines then sines. A program holds both halves of its heads, so that no
-element is read by another program or thread than the one that writes it.
+Layout contract: qkv [n, (q_heads + 2 * kv_heads) * d], unit column stride, q first, then k, then v;
+cos_sin [positions, d], cosines then sines. A program holds both halves of its heads, so that each
+element is read only by the program and thread that writes it.
 """
 
 # mypy: allow-untyped-defs
@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_dflash.kernels import pdl
 
-# elements of a tile: eight heads of 256, four of 512
+# elements per tile: eight heads of dim 256, four of dim 512
 TILE = 2048
 
 
@@ -50,7 +50,7 @@ def _norm_and_rotate_qkv(
     kind = qkv.dtype.element_ty
     first *= scale * _weight(q_weight, k_weight, half, inside, is_query, is_value)
     second *= scale * _weight(q_weight, k_weight, half + D // 2, inside, is_query, is_value)
-    # the twin rounds what is normed before it rotates it
+    # round between norm and RoPE, as the twin does
     first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
     tl.store(at, (first * cos - second * sin).to(kind), mask=live)
     tl.store(at + D // 2, (second * cos + first * sin).to(kind), mask=live)
@@ -74,7 +74,7 @@ def norm_and_rotate_qkv(
     kv_heads: int,
     eps: float,
 ) -> None:
-    """Do what `reference.norm_and_rotate_qkv` does."""
+    """Triton version of `reference.norm_and_rotate_qkv`."""
     heads = q_heads + 2 * kv_heads
     dim = qkv.shape[1] // heads
     block_half = triton.next_power_of_2(dim // 2)

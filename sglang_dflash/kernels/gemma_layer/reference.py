@@ -1,4 +1,4 @@
-"""A Gemma layer's verify pass between its products, in torch: the specification."""
+"""The fused ops and thin GEMM of a Gemma layer's verify pass, in torch: the specification."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def norm_and_rotate_qkv(
     kv_heads: int,
     eps: float,
 ) -> None:
-    """Norm every head of q and k with its weight and of v without one; rotate q and k (RoPE)."""
+    """RMS-norm every head of q and k with its weight, of v without one; apply RoPE to q and k."""
     heads = qkv.unflatten(-1, (q_heads + 2 * kv_heads, -1))
     cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
     q, k, v = heads.split([q_heads, kv_heads, kv_heads], dim=1)
@@ -31,7 +31,7 @@ def norm_and_rotate_qkv(
 
 
 def norm_add_norm(
-    partial_sums: Tensor,  # [S, n, H], of a product split along K
+    partial_sums: Tensor,  # [S, n, H], of a split-K GEMM
     residual: Tensor,  # [n, H]
     *,
     norm_weight: Tensor,  # [H]
@@ -40,11 +40,11 @@ def norm_add_norm(
     eps: float,
     expert_branch: tuple[Tensor, Tensor, Tensor] | None = None,  # [n, H], [H], [H]
 ) -> tuple[Tensor, Tensor]:
-    """Return (new residual [n, H], the same normed by each weight [K, n, H]) in residual's type.
+    """Return (new residual [n, H], the same after each next norm [K, n, H]) in residual's dtype.
 
     The new residual is (norm(sum of partial sums) + residual) * scale. `expert_branch` has the
-    experts' output, the norm weight of the MLP's sum and the norm weight of that output: with it
-    both are normed and added first.
+    experts' output, the norm weight of the MLP's sum and the norm weight of that output: with it,
+    the sum and the output are first normalised and added.
     """
     x = partial_sums.float().sum(0).to(residual.dtype).float()
     if expert_branch is not None:
@@ -61,8 +61,8 @@ def thin_linear(
     x: Tensor,  # [n, K]
     weight: Tensor,  # [N, K]
 ) -> Tensor | None:
-    """Return the product as split-K partial sums: here one, [1, n, N] in x's type.
+    """Return x @ weight.T as split-K partial sums: here one, [1, n, N] in x's dtype.
 
-    A kernel may give several, in fp32, or None where the library's product is the better one.
+    A kernel may return several, in fp32, or None where the library's GEMM is the better choice.
     """
     return torch.matmul(x, weight.T)[None]

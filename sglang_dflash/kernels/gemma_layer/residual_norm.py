@@ -1,12 +1,12 @@
-"""What stands between two matrix products of a Gemma layer, in one launch.
+"""All ops between two GEMMs of a Gemma layer, in one launch.
 
-What is fused. The partial sums of a split-K product are added up; the sum is normed, added to the
-residual and scaled; the result is stored as the new residual and normed once more for the
-product that follows. A layer has two of these; separately they are six launches. In a layer with
-experts three products follow the first, and the second joins two branches, each normed before.
+Fusion. The partial sums of a split-K GEMM are reduced. The sum is normalised, added to the residual
+and scaled. The result is stored as the new residual and normalised again for the next GEMM. A layer
+does this twice, which takes six launches unfused. In a layer with experts the first one feeds three
+GEMMs, and the second joins two branches, each normalised beforehand.
 
 Layout contract: partial_sums [S, n, H], residual and the experts' output [n, H], dense; any float
-type, computed in fp32.
+dtype, computed in fp32.
 """
 
 # mypy: allow-untyped-defs
@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_dflash.kernels import pdl
 
-# the most products that one sum is normed for
+# maximum number of GEMMs that one sum is normalised for
 MAX_FOLLOWING = 3
 
 
@@ -43,7 +43,7 @@ def _norm_add_norm(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     live = column < WIDTH
-    # weights depend on nothing: they are on their way while the product ends
+    # weights have no dependency: load them while the GEMM finishes
     weight = tl.load(norm_weight + column, mask=live, other=0.0).to(tl.float32)
     if FOLLOWING > 0:
         after = tl.load(next_0 + column, mask=live, other=0.0).to(tl.float32)
@@ -55,7 +55,7 @@ def _norm_add_norm(
     for split in tl.static_range(1, SPLITS):
         partial_sum = partial_sums + split * num_rows * WIDTH + at
         x += tl.load(partial_sum, mask=live, other=0.0).to(tl.float32)
-    # what a product would have stored
+    # round to what a GEMM would have stored
     x = x.to(out.dtype.element_ty).to(tl.float32)
     if JOINED:
         first = tl.load(mlp_weight + column, mask=live, other=0.0).to(tl.float32)
@@ -87,7 +87,7 @@ def norm_add_norm(
     eps: float,
     expert_branch: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Do what `reference.norm_add_norm` does."""
+    """Triton version of `reference.norm_add_norm`."""
     splits, rows, width = partial_sums.shape
     following = len(next_weights)
     assert following <= MAX_FOLLOWING, following

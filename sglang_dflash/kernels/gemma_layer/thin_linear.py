@@ -1,15 +1,16 @@
-"""Matrix products of few rows with a large weight, as a verify pass of few requests has them.
+"""Thin GEMMs: few rows with a large weight, as in the verify pass of a small batch.
 
-With 16 rows a product is a read of its weight, and launch and epilogue cost as much as an
-inefficient read. So: the weight is the tall operand of the tensor cores, the rows the narrow one. A
-weight with few rows is split along K (split-K), and the norm that follows adds up the partial sums
-(`residual_norm.py`), not a launch of its own.
-By programmatic dependent launch (`pdl.py`) each program prefetches the head of its weight, which
-depends on nothing, into L2 and only then waits for its rows. Memory is busy with the weight while
-attention or a norm, which need little of it, still run.
+With 16 rows a GEMM is bound by the read of its weight, and launch and epilogue cost as much as an
+inefficient read. So the weight is the tall operand of the tensor cores, the rows the narrow one. A
+weight with few rows uses split-K, and the norm that follows reduces the partial sums
+(`residual_norm.py`) instead of a separate launch.
 
-Layout contract: x [n, K] and weight [N, K], adjacent columns, 16-byte aligned rows, K a multiple of
-32. Sums are fp32.
+With programmatic dependent launch (`pdl.py`) each program prefetches the start of its weight, which
+has no dependency, into L2 and only then waits for its rows. The weight is streamed while attention
+or a norm, which need little memory bandwidth, still run.
+
+Layout contract: x [n, K] and weight [N, K], unit column stride, 16-byte aligned rows, K a multiple
+of the tile's block_k. Accumulation is in fp32.
 """
 
 # mypy: allow-untyped-defs
@@ -26,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sglang_dflash.kernels import pdl
 
 MAX_ROWS = 64
-MEASURED_ROWS = 16  # with more, the library's products gained as much
+MEASURED_ROWS = 16  # with more, the library's GEMMs did as well
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Tile:
     prefetch: int = 0  # elements of each weight row to prefetch into L2 before waiting
 
 
-# (N, K) -> measured on an H200 at 16 rows, but (20480, 5376), which is like its neighbour; other
+# (N, K) -> tuned on an H200 at 16 rows, except (20480, 5376), which copies its neighbour; other
 # shapes are left to the library
 TILES: dict[tuple[int, int], Tile] = {
     (16384, 5376): Tile(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=4, prefetch=256),
@@ -93,7 +94,7 @@ def _product(
 
 @triton.jit
 def _prefetch_l2(rows, COUNT: tl.constexpr):
-    """Start a read of `COUNT` elements from each address into the L2 cache."""
+    """Prefetch `COUNT` elements from each address into L2."""
     size = tl.full(rows.shape, COUNT * rows.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
@@ -102,19 +103,19 @@ def _prefetch_l2(rows, COUNT: tl.constexpr):
 
 
 def thin_linear(x: Tensor, weight: Tensor) -> Tensor | None:
-    """Do what `reference.thin_linear` does; None for more rows and other shapes than measured."""
+    """Triton version of `reference.thin_linear`; None for untuned row counts and shapes."""
     tile = TILES.get((weight.shape[0], weight.shape[1]))
     return None if tile is None or x.shape[0] > MEASURED_ROWS else multiply(x, weight, tile)
 
 
 def served() -> str:
-    """Return which products are ours, and who has the others."""
+    """Return which GEMMs are ours, and what runs the others."""
     shapes = ", ".join(f"{width} x {depth}" for width, depth in TILES)
     return f"up to {MEASURED_ROWS} rows and weights of {shapes}; other products are the library's"
 
 
 def multiply(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
-    """Return split-K partial sums [S, n, N] of the product: fp32, or x's type for a single one."""
+    """Return split-K partial sums [S, n, N] of the GEMM: fp32, or x's dtype for a single one."""
     rows, depth = x.shape
     width = weight.shape[0]
     dtype = x.dtype if tile.splits == 1 else torch.float32

@@ -1,1 +1,1 @@
-"""What the ops on logits share."""
+"""Helpers shared by the ops on logits."""

@@ -1,9 +1,9 @@
-"""What the ops on logits share, in torch: the logit cap, and Gumbel noise by key.
+"""Helpers shared by the ops on logits, in torch: the logit cap and keyed Gumbel noise.
 
 The argmax of logits / T + Gumbel noise is a draw from their softmax at temperature T (Gumbel-max).
-Noise is a hash of a row's key and a column, so that two ops share it without storing it: a draft
-and the target's own token that are sampled with the same noise agree more often the more their
-distributions overlap, though either alone is an exact draw.
+Noise is a hash of a row's key and a column, so two ops can share it without storing it. A draft and
+the target's own token, if sampled with the same noise, agree more often the more their
+distributions overlap, while each alone is an exact draw.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# of the hash that makes noise from keys and columns: odd, so that no product loses a bit
+# multipliers of the hash of keys and columns: odd, so that no multiplication loses a bit
 HASH_FACTORS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x2C1B3C6D, 0x297A2D39)
 
 
 class Noise(NamedTuple):
-    """Gumbel noise by key: the argmax of logits + scale * noise is a draw at temperature scale."""
+    """Keyed Gumbel noise: the argmax of logits + scale * noise is a draw at temperature scale."""
 
-    keys: Tensor  # [b, at least the rows of a request] int64, one for each row
+    keys: Tensor  # [b, at least the rows per request] int64, one per row
     scales: Tensor  # [b] fp32: the temperature, or 0 for a greedy request
 
 
@@ -28,9 +28,9 @@ def gumbel(
     keys: Tensor,  # [n] int64
     width: int,
 ) -> Tensor:
-    """Return Gumbel noise that depends on its row's key and its column alone, [n, width] fp32.
+    """Return Gumbel noise that depends only on its row's key and its column, [n, width] fp32.
 
-    In words of 32 bits, whose products and sums wrap round.
+    Hashed in 32-bit integers with wraparound.
     """
     low, high = (_word(keys >> shift)[:, None] for shift in (0, 32))
     h = torch.arange(width, dtype=torch.int32, device=keys.device) * _SIGNED[0] + low
@@ -46,7 +46,7 @@ def gumbel(
 
 
 def _word(x: Tensor | int) -> Any:
-    """Return the lowest 32 bits as a signed number."""
+    """Return the low 32 bits as a signed integer."""
     word = ((x & 2**32 - 1) ^ 2**31) - 2**31
     return word.int() if isinstance(word, Tensor) else word
 
@@ -62,7 +62,7 @@ def _mix(h: Tensor, shift: int, factor: int = 1) -> Tensor:
 
 
 def noise_of_rows(noise: Noise, rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the noise of rows [n, width], and what it is scaled by [n, 1]."""
+    """Return the noise of each row [n, width] and its scale [n, 1]."""
     per_request = rows // noise.scales.shape[0]
     scales = noise.scales.repeat_interleave(per_request)[:, None]
     return gumbel(noise.keys[:, :per_request].flatten(), width), scales

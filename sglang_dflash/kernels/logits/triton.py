@@ -1,4 +1,4 @@
-"""What the kernels on logits share: logit cap, Gumbel noise, argmax, and rows split into parts.
+"""Helpers shared by the kernels on logits: logit cap, Gumbel noise, argmax and row splitting.
 
 A row of logits is split into parts, one program each, so that few rows still fill the GPU.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from sglang_dflash.kernels.logits.reference import HASH_FACTORS
 
-# programs to aim for: about eight per multiprocessor of an H200
+# target number of programs: about eight per SM of an H200
 PROGRAMS = 1056
 _FACTOR_0, _FACTOR_1, _FACTOR_2, _FACTOR_3, _FACTOR_4 = map(tl.constexpr, HASH_FACTORS)
 
@@ -21,14 +21,14 @@ def capped(x, LOGIT_CAP: tl.constexpr):
     """Return logits in fp32, soft-capped by tanh if there is a cap."""
     x = x.to(tl.float32)
     if LOGIT_CAP > 0:
-        # tanh by the sigmoid, which saturates without overflow
+        # tanh via sigmoid, which saturates without overflow
         x = (2.0 * tl.sigmoid(2.0 * (x / LOGIT_CAP)) - 1.0) * LOGIT_CAP
     return x
 
 
 @triton.jit
 def gumbel(key, column):
-    """Do what the twin does, for int64 keys and int32 columns that broadcast."""
+    """Triton version of `reference.gumbel`, for int64 keys and int32 columns that broadcast."""
     h = column.to(tl.uint32) * _FACTOR_0 + key.to(tl.uint32)
     h = (h ^ (h >> 16)) * _FACTOR_1
     h = (h ^ (h >> 13)) * _FACTOR_2
@@ -44,20 +44,20 @@ def gumbel(key, column):
 
 @triton.jit
 def keep_better(x, column, best, at):
-    """Replace what each lane has by a higher value; of equals a lane keeps the first."""
+    """Update each lane's maximum and its column; on ties a lane keeps the first."""
     better = x > best
     return tl.where(better, x, best), tl.where(better, column, at)
 
 
 @triton.jit
 def first_index(is_highest, index, none, AXIS: tl.constexpr):
-    """Return the lowest index among the highest values, which wins as in torch."""
+    """Return the lowest index among the maxima, which breaks ties as torch does."""
     return tl.min(tl.where(is_highest, index, none), AXIS)
 
 
 @triton.jit
 def store_winner(best, at, values, indices, out, width):
-    """Store the highest value of all lanes, and the first column that has it."""
+    """Store the maximum over all lanes and the first column that has it."""
     peak = tl.max(best, 0)
     column = first_index(best == peak, at, width, 0)
     tl.store(values + out, peak)
@@ -66,7 +66,7 @@ def store_winner(best, at, values, indices, out, width):
 
 @triton.jit
 def part_bounds(part, part_width, width):
-    """Return the first column of a part, and the one behind its last."""
+    """Return the first column of a part, and one past its last."""
     begin = part * part_width
     return begin, tl.minimum(begin + part_width, width)
 

@@ -1,12 +1,12 @@
-"""The argmax of each row of logits, a Gumbel-max draw, or both, read once in the head's own type.
+"""Argmax of each row of logits, a Gumbel-max draw, or both, in one read in the head's own dtype.
 
-What is fused. The logit cap is applied on the fly, in fp32, so that no fp32 copy of the logits is
-written, and so is Gumbel noise, which makes the argmax a draw; of equal values the first wins, as
-in torch. A row is split into parts, whose winners a second kernel compares. Where both are asked
-for, a request without noise costs no more than its argmax.
+Fusion. The logit cap and the Gumbel noise, which turns the argmax into a draw, are applied on the
+fly in fp32, so that no fp32 copy of the logits is written. Ties go to the first column, as in
+torch. A row is split into parts, whose winners a second kernel compares. If both are requested, a
+request without noise costs no more than its argmax.
 
-Layout contract: logits [n, V], adjacent columns; as many rows for each of the requests that noise
-is given for. NaN never wins; a row of nothing else gives 0.
+Layout contract: logits [n, V], unit column stride; with noise, the same number of rows for each
+request. NaN never wins; an all-NaN row gives 0.
 """
 
 # mypy: allow-untyped-defs
@@ -85,12 +85,12 @@ def _argmax_merge(values, indices, out, parts, BLOCK: tl.constexpr):
 
 
 def argmax_rows(logits: Tensor, logit_cap: float = 0.0, noise: Noise | None = None) -> Tensor:
-    """Do what `reference.argmax_rows` does."""
+    """Triton version of `reference.argmax_rows`."""
     return _argmax(logits, logit_cap, noise, kinds=1)[0]
 
 
 def argmax_and_sample(logits: Tensor, logit_cap: float, noise: Noise) -> Tensor:
-    """Do what `reference.argmax_and_sample` does."""
+    """Triton version of `reference.argmax_and_sample`."""
     return _argmax(logits, logit_cap, noise, kinds=2)
 
 
@@ -100,7 +100,7 @@ def _argmax(logits: Tensor, logit_cap: float, noise: Noise | None, *, kinds: int
     parts, part_width = split_rows(rows, width, BLOCK)
     values = torch.empty(kinds, rows, parts, dtype=torch.float32, device=logits.device)
     indices = torch.empty(kinds, rows, parts, dtype=torch.int32, device=logits.device)
-    # without noise these are not read
+    # placeholders, which are not read without noise
     keys, scales = noise or (indices[0], values[0])
     per_request = rows // scales.shape[0]
     _argmax_parts[(rows, parts)](

@@ -1,10 +1,11 @@
-"""Tokens from logits in torch: the specification, and the path that runs on a CPU.
+"""Tokens from logits in torch: the specification, and the CPU path.
 
-Speculative sampling keeps a draft that was sampled from q, or rejects it and samples from the
-residual distribution, so that what is committed is distributed as the target's p. Token by token a
-draft is kept with probability min(1, p / q). `reject_by_block` is block verification: it looks at
-the whole prefix, where a ratio above 1 makes up for one below, so that more drafts are kept, and is
-as exact (Sun et al., Block Verification Accelerates Speculative Decoding, 2024).
+Speculative sampling accepts a draft that was sampled from q, or rejects it and samples from the
+residual distribution, such that the committed tokens follow the target's p. Token-wise rejection
+sampling accepts a draft with probability min(1, p / q). `reject_by_block` is block verification: it
+considers the whole prefix, where a ratio above 1 compensates for one below, so that more drafts are
+accepted, and is just as exact (Sun et al., Block Verification Accelerates Speculative Decoding,
+2024).
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from torch import Tensor
 from sglang_dflash.kernels.accept.reference import COUNT_MATCHES
 from sglang_dflash.kernels.logits.reference import Noise, capped, gumbel, noise_of_rows
 
-# the largest top_k that the kernel of `sample_rows` takes
+# the largest top_k that the `sample_rows` kernel supports
 MAX_TOP_K = 128
-# xored into keys: the residual draw must not reuse the drafts' noise
+# XORed into keys: the residual draw must not reuse the drafts' noise
 SALT = 0x5851F42D4C957F2D
-# lower bound of the residual, as a share of p: rounding can leave the residual empty
+# lower bound of the residual, as a fraction of p: rounding can leave the residual empty
 FLOOR = 1e-10
 
 
@@ -28,10 +29,10 @@ def argmax_rows(
     logit_cap: float = 0.0,
     noise: Noise | None = None,  # for n / b rows of each request
 ) -> Tensor:
-    """Return the column of each row's highest value in fp32, capped first; [n] int64.
+    """Return the argmax of each row in fp32, after the logit cap; [n] int64.
 
-    With noise that is a draw at the temperature in its scale (Gumbel-max). Of equal values the
-    first wins.
+    With noise it is a draw at the temperature given by the scale (Gumbel-max). Ties go to the first
+    column.
     """
     logits = capped(logits, logit_cap)
     if noise is not None:
@@ -46,7 +47,7 @@ def argmax_and_sample(
     noise: Noise,  # for n / b rows of each request
 ) -> Tensor:
     """Return each row's argmax and a column sampled with noise, [2, n] int64; at scale 0 the argmax
-    twice. The cap changes the distribution to sample from, and not its argmax."""
+    twice. The logit cap changes the sampled distribution, but not its argmax."""
     highest = argmax_rows(logits)
     per_request = logits.shape[0] // noise.scales.shape[0]
     is_sampled = noise.scales.repeat_interleave(per_request) > 0
@@ -63,11 +64,11 @@ def sample_rows(
     top_ps: Tensor,  # [b]
     logit_cap: float = 0.0,
 ) -> Tensor:
-    """Return a draw from each row, capped first; [n] int64.
+    """Return a draw from each row, after the logit cap; [n] int64.
 
-    A token is kept while fewer than top_k tokens are likelier and these hold less than top_p of the
-    mass, so that all that tie with the k-th stay, however many. The argmax after noise of the kept
-    tokens is the draw; of a greedy request, the first of the highest.
+    A token is kept if fewer than top_k tokens are likelier and these hold less than top_p of the
+    mass, so all tokens tied with the k-th are kept, however many. The draw is the argmax of the
+    kept tokens after adding noise; for a greedy request, the first maximum.
     """
     per_request = logits.shape[0] // temperatures.shape[0]
     temperatures, top_ks, top_ps = (
@@ -76,7 +77,7 @@ def sample_rows(
     logits = capped(logits, logit_cap) / temperatures[:, None]
     probs = torch.softmax(logits, dim=-1)
     ordered, index = probs.sort(dim=-1, descending=True)
-    # ties take the rank of the first among them
+    # tied tokens share the rank of the first of them
     begins = torch.searchsorted(-ordered, -ordered, side="left")
     mass = (ordered.cumsum(dim=-1) - ordered).gather(-1, begins)
     kept_ordered = (begins < top_ks[:, None]) & (mass < top_ps[:, None])
@@ -91,22 +92,22 @@ def reject_by_block(
     draft_logits: Tensor,  # [b, B - 1, V]
     drafts: Tensor,  # [b, B - 1] int64
     argmax_drafts: Tensor,  # [b, B - 1] int64
-    noise: Noise,  # that of the sampled drafts
+    noise: Noise,  # the noise of the sampled drafts
     uniforms: Tensor,  # [b, B - 1] fp32, in [0, 1)
     *,
     is_sampled: Tensor,  # [b] bool, whether drafts were sampled from draft_logits with the noise
     logit_cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keep or drop drafts so that what is committed is a draw from the target's distribution, or
-    greedy where a request has no noise.
+    """Accept or reject drafts such that the committed tokens are a draw from the target's
+    distribution, or greedy for a request without noise.
 
-    Return the kept drafts and behind them the target's own token [b, B] int64; how many drafts are
-    kept [b] int32, COUNT_MATCHES where these are not sampled ones; and the advantage [b, B - 1]
-    fp32, how much likelier a sampled draft is kept than an argmax draft.
+    Return the kept drafts followed by the target's own token [b, B] int64; the number of drafts
+    kept [b] int32, COUNT_MATCHES where the drafts are not sampled ones; and the advantage
+    [b, B - 1] fp32, acceptance probability of a sampled draft minus that of an argmax draft.
 
-    With a = min(1, a of the shorter prefix * p / q), and s the mass of the residual max(a p - q, 0)
-    behind a prefix, the prefix is kept with probability s / (s + 1 - a), and the longest kept one
-    counts. The token behind it is sampled from the normalised residual.
+    For each prefix, a = min(1, a of the prefix one shorter * p / q), and s is the mass of the
+    residual max(a p - q, 0) after it. The prefix is accepted with probability s / (s + 1 - a), and
+    the longest accepted one is kept. The token after it is sampled from the normalised residual.
     """
     temperatures = torch.where(noise.scales > 0, noise.scales, 1.0)[:, None, None]
     p, q = (_probabilities(x, temperatures, logit_cap) for x in (logits, draft_logits))

@@ -1,12 +1,12 @@
-"""Block verification of sampled drafts, and the target's token behind those that are kept.
+"""Block verification of sampled drafts, and the target's token after the accepted ones.
 
-What is fused. Two passes over the target's and the drafter's logits, in the type the heads wrote:
-the first takes each row's log-sum-exp by online softmax, the second the mass of the residual
-distribution, a Gumbel-max draw from it, and the overlap of both distributions. No probability is
-written to memory. A row is split into parts; between and after the passes one program for each
-request merges the parts, takes the acceptance of each prefix, and keeps or rejects the drafts.
+Fusion. Two passes over the target's and the drafter's logits, in the heads' own dtype: the first
+computes each row's log-sum-exp by online softmax, the second the mass of the residual distribution,
+a Gumbel-max draw from it, and the overlap of the two distributions. No probabilities are written to
+memory. A row is split into parts; between and after the passes, one program per request merges the
+parts, computes the acceptance of each prefix, and accepts or rejects the drafts.
 
-Layout contract: logits [b, B, V] and draft_logits [b, B - 1, V] with adjacent columns.
+Layout contract: logits [b, B, V] and draft_logits [b, B - 1, V] with unit column stride.
 NaN has no mass, and a request without noise is greedy.
 """
 
@@ -94,8 +94,8 @@ def _prefix_acceptance(
     B: tl.constexpr, LOGIT_CAP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):
     # fmt: on
-    """Store each row's log-sum-exps, the acceptance `a` of its prefix, and the probability that p
-    gives to the argmax draft."""
+    """Store each row's log-sum-exps, the acceptance `a` of its prefix, and the target's
+    probability of the argmax draft."""
     request = tl.program_id(0).to(tl.int64)
     temperature = tl.load(scales + request)
     if temperature > 0:
@@ -116,8 +116,8 @@ def _prefix_acceptance(
         sampled = tl.load(is_sampled + request)
         known = is_draft & (q_lse > LOWEST) & sampled
         log_ratio = tl.where(known, tl.maximum((p - p_lse) - (q - q_lse), LOWEST), LOWEST)
-        # a of row i is min(1, that of row i - 1 times the ratio p / q before): in logarithms, the
-        # sum of all ratios so far less the highest sum there has been
+        # a[i] = min(1, a[i - 1] * p / q): in log space, the prefix sum of log ratios minus its
+        # running maximum
         before = (row[None, :] < row[:, None]) & is_draft[None, :]
         total = tl.sum(tl.where(before, log_ratio[None, :], 0.0), 1)
         below = row[None, :] <= row[:, None]
@@ -125,7 +125,7 @@ def _prefix_acceptance(
         a = tl.where(sampled, tl.exp(total - tl.maximum(highest, 0.0)), 1.0)
         out = request * B + row
         tl.store(p_lses + out, p_lse, mask=is_row)
-        # +huge makes q = 0 in the second pass: nothing is subtracted
+        # a huge lse makes q = 0 in the second pass: nothing is subtracted
         tl.store(q_lses + out, tl.where(is_draft & (q_lse > LOWEST), q_lse, -LOWEST), mask=is_row)
         tl.store(acceptance + out, a, mask=is_row)
         tl.store(argmax_ps + out, tl.exp(x - p_lse), mask=is_draft)
@@ -141,7 +141,7 @@ def _draw_parts(
     B: tl.constexpr, LOGIT_CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
-    """Store the residual mass of each part of a row, the draw from it, and the overlap mass."""
+    """Store each part's residual mass, the draw from its residual, and its overlap mass."""
     at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     request, row = at // B, at % B
     logits += request * p_request_stride + row * p_row_stride
@@ -186,7 +186,7 @@ def _accept_or_reject(
     B: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):
     # fmt: on
-    """Keep or reject the drafts of a request."""
+    """Accept or reject the drafts of a request."""
     request = tl.program_id(0).to(tl.int64)
     row, part = tl.arange(0, ROWS), tl.arange(0, PARTS)
     is_row, is_draft = row < B, row < B - 1
@@ -224,7 +224,7 @@ def reject_by_block(
     noise: Noise, uniforms: Tensor, *, is_sampled: Tensor, logit_cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # fmt: on
-    """Do what `reference.reject_by_block` does; a request without noise has no advantage."""
+    """Triton version of `reference.reject_by_block`; the advantage is 0 without noise."""
     requests, rows, width = logits.shape
     device = logits.device
     parts, part_width = split_rows(requests * rows, width, BLOCK)

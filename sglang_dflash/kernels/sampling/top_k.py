@@ -1,20 +1,20 @@
-"""A sample from each row of logits, by top-k and top-p, read in the type the head wrote.
+"""Top-k and top-p sampling from each row of logits, read in the head's own dtype.
 
-What is fused. Plain decoding widens the logits to fp32, caps, scales and normalises them in a pass
-each and then filters them in several more. Here one pass takes the cap, the temperature and the sum
-on the fly, and the highest number in each of BLOCK lanes. The k-th highest of these is reached by k
-numbers at least, and by few more, for the likeliest tokens seldom share a lane; a second pass
-gathers what reaches it. Should that be too many, the k-th number of the whole row is searched for
-bit by bit, a pass each, and what is above it gathered: fewer than k. A second kernel applies both
-filters to the few, and samples by Gumbel-max.
+Fusion. Plain decoding widens the logits to fp32, caps, scales and normalises them in one pass each,
+and filters them in several more. Here one pass applies logit cap and temperature on the fly, and
+computes the softmax sum and the maximum of each of BLOCK lanes. At least k logits reach the k-th
+highest lane maximum, and few more do, because the likeliest tokens seldom share a lane; a second
+pass gathers these candidates. If there are too many, the k-th logit of the whole row is found bit
+by bit, one pass per bit, and the logits above it are gathered: fewer than k. A second kernel
+applies both filters to the candidates and samples by Gumbel-max.
 
-The filters are those of plain decoding: a token is kept while fewer than k tokens are likelier, and
-while those hold less than top_p of the whole. Equal tokens are kept or dropped together, however
-many equal the k-th: only the one of them with the most noise can be drawn, so where they are too
-many that one stands for all.
+The filters are those of plain decoding: a token is kept if fewer than k tokens are likelier and
+those hold less than top_p of the mass. Tied tokens are kept or dropped together, however many tie
+with the k-th. Only the one of them with the most noise can be drawn, so if there are too many, that
+one stands for all.
 
-Layout contract: logits [n, V] in bf16, fp16 or fp32, adjacent columns, as many rows for each of the
-requests; top_k at most MAX_TOP_K. NaN is never drawn.
+Layout contract: logits [n, V] in bf16, fp16 or fp32, unit column stride, the same number of rows
+for each request; top_k at most MAX_TOP_K. NaN is never drawn.
 """
 
 # mypy: allow-untyped-defs
@@ -29,20 +29,20 @@ from sglang_dflash.kernels.logits.reference import Noise
 from sglang_dflash.kernels.logits.triton import capped, first_index, gumbel
 
 BLOCK = 4096
-STAGES = 4  # blocks asked for ahead
-# twice MAX_TOP_K: seldom do more reach the k-th of the lanes
+STAGES = 4  # pipeline depth: blocks loaded ahead
+# twice MAX_TOP_K: more logits seldom reach the k-th lane maximum
 CANDIDATES = 256
 PAIRS = 32  # candidates compared with all others at a time
 
 
 @triton.jit
 def _order(x, BITS: tl.constexpr):
-    """Map numbers to unsigned integers of their width, higher for higher numbers."""
+    """Map floats to unsigned integers of the same width, preserving their order."""
     if BITS == 32:
         bits = x.to(tl.uint32, bitcast=True)
     else:
         bits = x.to(tl.uint16, bitcast=True).to(tl.uint32)
-    # a set sign bit turns the order round
+    # a set sign bit reverses the order
     negative = (bits >> (BITS - 1)) > 0
     return tl.where(negative, bits ^ ((1 << BITS) - 1), bits | (1 << (BITS - 1)))
 
@@ -55,7 +55,7 @@ def _is_number(x):
 
 @triton.jit
 def _load(logits, start, width, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return columns, their numbers, and their places in the order: 0 for NaN."""
+    """Return columns, their logits and their order keys (`_order`), 0 for NaN."""
     column = start + tl.arange(0, BLOCK)
     raw = tl.load(logits + column, mask=column < width, other=0.0)
     live = _is_number(raw) & (column < width)
@@ -64,7 +64,7 @@ def _load(logits, start, width, BITS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _kth_of_lanes(best, wanted, BITS: tl.constexpr):
-    """Return the highest place that `wanted` lanes reach, 0 if so many never do."""
+    """Return the highest order key that `wanted` lanes reach, 0 if there is none."""
     found = tl.full([], 0, tl.uint32)
     for step in tl.static_range(BITS):
         trial = found + (tl.full([], 1, tl.uint32) << (BITS - 1 - step))
@@ -79,7 +79,7 @@ def _kth_of_row(
     logits, width, wanted, BITS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
     # fmt: on
-    """Return the highest place that `wanted` numbers reach."""
+    """Return the highest order key that `wanted` logits reach."""
     found = tl.full([], 0, tl.uint32)
     for step in range(BITS):
         trial = found + (tl.full([], 1, tl.uint32) << (BITS - 1 - step))
@@ -99,9 +99,9 @@ def _gather_from(
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
-    """Store the first CANDIDATES numbers that reach the threshold; return how many do."""
+    """Store the first CANDIDATES logits that reach the threshold; return how many do."""
     gathered = 0
-    # NaN orders as 0, and is never selected
+    # NaN has order key 0 and is never selected
     threshold = tl.maximum(threshold, 1)
     for start in tl.range(0, width, BLOCK, num_stages=STAGES):
         column, raw, order = _load(logits, start, width, BITS, BLOCK)
@@ -123,8 +123,8 @@ def _gather_above(
     BITS: tl.constexpr, LOGIT_CAP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
-    """Store the numbers above the k-th, and behind them the one of its equals that wins if any
-    does; return how many are stored."""
+    """Store the logits above the k-th, then the only one tied with it that can win; return how
+    many are stored."""
     gathered = 0
     reached, value, at = float("-inf"), float("-inf"), 0
     for start in tl.range(0, width, BLOCK, num_stages=STAGES):
@@ -142,7 +142,7 @@ def _gather_above(
             noisy += gumbel(key, column)
         noisy = tl.where(order == kth, noisy, float("-inf"))
         most = tl.max(noisy, 0)
-        # the first of equals stays
+        # on ties the first stays
         if most > reached:
             reached = most
             value = tl.max(tl.where(order == kth, x, float("-inf")), 0)
@@ -196,8 +196,8 @@ def _gather(
         is_sampled = tl.load(scales + request) > 0
         gathered = _gather_above(
             kth, logits, values, indices, width, temperature, key, is_sampled,
-            # with whole blocks their noise would take more registers than all else, and room from
-            # rows that never come here
+            # with full blocks the noise would dominate register use, and cost occupancy even for
+            # rows that never get here
             BITS, LOGIT_CAP, BLOCK // 4, STAGES,
         )
     slot = tl.arange(0, CANDIDATES)
@@ -232,7 +232,7 @@ def _draw(
     if tl.load(scales + request) > 0:
         x += gumbel(key, index)
     x = tl.where(kept, x, float("-inf"))
-    # the first of equals in the vocabulary; 0 where none is kept
+    # ties go to the lowest token id; 0 if none is kept
     highest = x == tl.max(x, 0)
     first = first_index(highest, index, 0x7FFFFFFF, 0)
     tl.store(out + row, first.to(tl.int64))
@@ -244,7 +244,7 @@ def sample_rows(
     temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, logit_cap: float = 0.0,
 ) -> Tensor:
     # fmt: on
-    """Do what `reference.sample_rows` does."""
+    """Triton version of `reference.sample_rows`."""
     rows, width = logits.shape
     per_request = rows // temperatures.shape[0]
     device = logits.device
