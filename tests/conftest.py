@@ -1,6 +1,6 @@
-"""Without a GPU, tests see SGLang as launch/cpu.sh does: stand-ins on the path, CPU mode on.
+"""Set tests up like launch/cpu.sh if there is no GPU: stand-ins on the path, CPU mode on.
 
-With one, servers are started by tests/gpu.sh instead.
+With a GPU, tests/gpu.sh starts the servers instead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # some releases of pytest go back and forth between schedules, with new servers each time
+    # some pytest releases alternate between schedules, which restarts the servers each time
     items.sort(key=_schedule)
     if HAS_GPU:
         return
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _schedule(item: pytest.Item) -> int:
-    """Return a number for the schedule that a test runs under; -1 for none."""
+    """Return the index of the schedule a test runs under, or -1 if it has none."""
     callspec = getattr(item, "callspec", None)
     found = callspec.params.get("schedule") if callspec else None
     return list(SCHEDULES).index(found) if found in SCHEDULES else -1

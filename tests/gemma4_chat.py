@@ -1,8 +1,8 @@
-"""A tiny Gemma 4, whole: the real vocabulary and chat template, a vision tower, and a few answers
-learned by heart, so that thinking, tool calls and ends of turn really occur.
+"""A tiny but complete Gemma 4: the real vocabulary and chat template, a vision tower, and a few
+memorised answers, so that thinking, tool calls and end-of-turn tokens really occur.
 
-It is trained on the handful of tokens that its conversations use; the other rows of the embedding
-stay small and random.
+It is trained on the few tokens that its conversations use; the other embedding rows stay small
+and random.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.gemma4_tokenizer import FILES
 from tests.tiny_models import make_drafter
 
 VOCAB = 262_144
-BLOCK = 8  # half as long as released ones: with so many tokens, most of a step is the head
+BLOCK = 8  # half the released size: with a vocabulary this large, most of a step is the head
 END_OF_TURN = "<turn|>"
 TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -72,14 +72,14 @@ MAX_STEPS = 300  # 42 are enough
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is sent to the server, and the answer that the model has learned."""
+    """A request to the server, and the answer that the model has learned."""
 
     messages: list[dict[str, Any]]
     answer: str  # as the model writes it, special tokens included
-    request: dict[str, Any] = field(default_factory=dict)  # further arguments of the API
+    request: dict[str, Any] = field(default_factory=dict)  # additional API arguments
 
     def prompt_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Apply the chat template as the server should: it reads the JSON of calls first."""
+        """Apply the chat template as the server should: it parses the JSON of calls first."""
         messages = copy.deepcopy(self.messages)
         for call in [call for message in messages for call in message.get("tool_calls", ())]:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
@@ -98,10 +98,10 @@ class Conversation:
 def make_chat_pair(
     folder: Path, tokenizer_folder: Path, conversations: list[Conversation]
 ) -> tuple[Path, Path]:
-    """Write a target that knows the conversations, and a random drafter for it."""
+    """Write a target trained on the conversations, and a random drafter for it."""
     target = folder / "target"
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    # the template writes <bos>; two of them would be another prompt
+    # the template writes <bos>; a second one would change the prompt
     assert tokenizer.encode("") == [], f"the tokenizer in {tokenizer_folder} adds tokens itself"
     examples = [(c.prompt_ids(tokenizer), c.answer_ids(tokenizer)) for c in conversations]
     torch.manual_seed(0)
@@ -113,7 +113,7 @@ def make_chat_pair(
         video_processor=Gemma4VideoProcessor(),
         tokenizer=tokenizer,
     ).save_pretrained(target)
-    # as they came, not as transformers would write them
+    # the original files, not as transformers would write them
     for name in FILES:
         shutil.copy(tokenizer_folder / name, target / name)
     drafter = make_drafter(
@@ -130,7 +130,7 @@ def make_chat_pair(
 
 
 def learn(examples: list[tuple[list[int], list[int]]], used: list[int]) -> Gemma4ForCausalLM:
-    """Train a model over the used tokens only, until it gives each answer to its prompt."""
+    """Train a model on a vocabulary of the used tokens only, until it has learned every answer."""
     model = Gemma4ForCausalLM(Gemma4TextConfig(**TEXT, vocab_size=len(used)))
     inputs, labels = batch_of(examples, {token: i for i, token in enumerate(used)})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
@@ -160,7 +160,7 @@ def batch_of(
 
 
 def grow(small: Gemma4ForCausalLM, used: list[int]) -> Gemma4ForConditionalGeneration:
-    """Return the same model with all tokens and with a random vision tower."""
+    """Return the same model with the full vocabulary and a random vision tower."""
     config = Gemma4Config(
         text_config={**TEXT, "vocab_size": VOCAB},
         vision_config=VISION,

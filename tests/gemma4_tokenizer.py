@@ -1,8 +1,8 @@
-"""Gemma 4's own tokenizer and chat template, made from the vocabulary file of a package.
+"""Gemma 4's own tokenizer and chat template, built from the vocabulary file of a package.
 
-The files are too large to commit. `llama-cpp-python` carries the vocabulary of Gemma-4-26B-A4B-it
-in its source package (77 MB): token strings, merges, special tokens and the chat template. What is
-made of it is kept in the user's cache folder. `GEMMA4_TOKENIZER=folder` uses another tokenizer.
+The files are too large to commit. The source package of `llama-cpp-python` (77 MB) has the
+vocabulary of Gemma-4-26B-A4B-it: token strings, merges, special tokens and the chat template. The
+result is kept in the user's cache folder. `GEMMA4_TOKENIZER=folder` uses another tokenizer.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ VOCABULARY = "models/ggml-vocab-gemma-4.gguf"
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 DOWNLOAD_TIMEOUT_S = 180
 
-# GGUF: numbers by their type id, and the three types that need code
+# GGUF: numbers by their type id, and the two types that need code
 NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-# token types of GGUF that are matched before any merging
+# GGUF token types that are matched before any BPE merge
 CONTROL, USER_DEFINED = 3, 4
 
 ROLES = {
@@ -64,7 +64,7 @@ class Unavailable(Exception):
 
 
 def gemma4_tokenizer() -> Path:
-    """Return a folder with the tokenizer, made on first use; raise Unavailable if it cannot be."""
+    """Return a folder with the tokenizer, built on first use; raise Unavailable if that fails."""
     given = os.environ.get("GEMMA4_TOKENIZER")
     folder = Path(given) if given else cache_folder()
     missing = [name for name in FILES if not (folder / name).exists()]
@@ -75,7 +75,7 @@ def gemma4_tokenizer() -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             fields = read_gguf(download_vocabulary(Path(scratch)))
             write_tokenizer(fields, Path(scratch))
-            # the last of them makes the folder complete for others that run at the same time
+            # the last one completes the folder for concurrent runs
             for name in reversed(FILES):
                 os.replace(Path(scratch) / name, folder / name)
     return folder
@@ -149,7 +149,7 @@ def _read_strings(data: bytes, at: int, count: int) -> tuple[list[str], int]:
 
 
 def write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
-    """Write what transformers reads: BPE over whole lines, spaces as U+2581, bytes as fallback."""
+    """Write files for transformers: BPE over whole lines, spaces as U+2581, byte fallback."""
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [
@@ -163,7 +163,7 @@ def write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
         "padding": None,
         "added_tokens": added,
         "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
-        # no spaces are left by then, so a text is one piece
+        # no spaces are left at this point, so a text stays one piece
         "pre_tokenizer": {
             "type": "Split",
             "pattern": {"String": " "},

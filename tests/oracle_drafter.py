@@ -1,4 +1,4 @@
-"""A small drafter of the oracle, untrained."""
+"""A small, untrained oracle drafter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a server schedules DFLASH as it was told: each way must give the same tokens."""
+"""Check that a server uses the requested schedule: every schedule must give the same tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sglang_dflash.testing.server import Server
 
 
 def follows(server: Server, schedule: str) -> bool:
-    """Tell whether a server schedules as it was told to."""
+    """Return whether a server uses the requested schedule."""
     state = server.state()["sglang_dflash"]
     wanted = {
         "overlap_schedule": schedule != "in turn",

@@ -1,6 +1,6 @@
-"""Random models in the shapes of real ones, for tests that need a family and not a good answer.
+"""Random models with the architectures of real ones, for tests that need no good answers.
 
-Weights are drawn wide enough that the top two logits are almost never a rounding error apart.
+Weights are drawn wide enough that the top two logits are almost never within rounding error.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 64,
 }
 
-# of targets with linear attention there are only configs: nothing here runs them
+# targets with linear attention have configs only: nothing here runs them
 HYBRID_TEXT = {**COMMON, "head_dim": 32, "full_attention_interval": 3}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"architectures": ["Qwen3NextForCausalLM"], **HYBRID_TEXT},
@@ -81,7 +81,7 @@ def make_target(family: str, folder: Path, *, seed: int = 0) -> Path:
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "norm" not in name:
-                # wide weights: a random model must not be a near-tie everywhere
+                # wide weights: a random model must not be nearly tied everywhere
                 param.normal_(std=0.08)
             if name.endswith("router.proj.weight"):
                 # the router's input is scaled by 1 / sqrt(hidden size)
@@ -105,7 +105,7 @@ def write_hybrid_config(folder: Path, model_type: str) -> Path:
 
 
 def make_drafter(folder: Path, *, seed: int = 1, prefix: str = "", **changes: Any) -> Path:
-    """Write a random drafter that fits the targets above; `prefix` goes before tensor names."""
+    """Write a random drafter that fits the targets above; `prefix` is prepended to tensor names."""
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
         "hidden_size": HIDDEN,
@@ -166,7 +166,7 @@ def _copy_tokenizer(folder: Path) -> None:
 
 
 def _write_sglang_gemma4_keys(path: Path) -> None:
-    """Spell the two head shapes as SGLang reads them from a text-only Gemma 4."""
+    """Write the two head shapes under the keys that SGLang reads for a text-only Gemma 4."""
     config = json.loads(path.read_text())
     config |= {
         "swa_head_dim": config["head_dim"],

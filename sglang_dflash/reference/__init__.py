@@ -1,4 +1,4 @@
-"""DFlash in plain torch and transformers: the oracle. All it shares with the server is the list of config keys."""
+"""DFlash in plain torch and transformers: the oracle. It shares only the list of config keys."""
 
 from sglang_dflash.reference.generate import Generation, generate, generate_plain
 from sglang_dflash.reference.model import Drafter, DrafterConfig

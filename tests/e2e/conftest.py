@@ -1,4 +1,4 @@
-"""Servers shared by the end-to-end tests, and the questions they are asked."""
+"""Servers and prompts shared by the end-to-end tests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sglang_dflash.pairs.tiny_corpus.corpus import sample_prompts
 from sglang_dflash.testing.server import ROOT, SCHEDULES, Server
 from tests.schedules import follows
 
-# short context and small chunks, so that both are reached within seconds
+# short context and small prefill chunks, so that tests reach both limits within seconds
 SHAPE = ("--context-length", "512", "--chunked-prefill-size", "64", "--max-total-tokens", "8192")
 SCRIPTED = str(ROOT / "tests" / "plugins")
-METERED_TOKENS = 61  # one from the prompt, then sixty
+METERED_TOKENS = 61  # one from prefill, then sixty
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def start_together(*servers: Server) -> list[Server]:
-    """Wait for servers that are starting at the same time; stop all if one fails."""
+    """Wait for servers that start concurrently; stop them all if one fails."""
     try:
         return [server.wait() for server in servers]
     except BaseException:
@@ -63,7 +63,7 @@ def script_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def scripted(script_folder: Path) -> Iterator[Server]:
-    """The embedded pair with tests/plugins/scripted_drafter.py in charge of some requests."""
+    """The embedded pair, with tests/plugins/scripted_drafter.py drafting for some requests."""
     env = {"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(script_folder)}
     with Server(*SHAPE, env=env) as server:
         yield server
@@ -99,7 +99,7 @@ def metered_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def measured(plain: Server, prompts: list[list[int]], metered_folder: Path) -> Iterator[Server]:
-    """A server with metrics, whose scripted drafters know plain decoding's answers."""
+    """A server with metrics whose scripted drafters know plain decoding's answers."""
     params = {"max_new_tokens": METERED_TOKENS + 20, "ignore_eos": True}
     answers = plain.generate_all(prompts[:8], **params)
     sequences = [p + a["output_ids"] for p, a in zip(prompts, answers, strict=False)]

@@ -1,7 +1,7 @@
-"""bf16 on a GPU: where plain decoding and DFLASH differ, two tokens were all but equal.
+"""bf16 on a GPU: plain decoding and DFLASH differ only where two tokens are nearly tied.
 
-A row of a block and the same row alone pass through different matrix kernels, so their bf16 logits
-differ in the last bits. Each difference must be such a near-tie, in plain decoding's own numbers.
+A row in a block and the same row alone go through different GEMM kernels, so their bf16 logits
+differ in the last bits. Each difference must be a near-tie by plain decoding's own logprobs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.e2e.conftest import SHAPE, start_together
 
 pytestmark = pytest.mark.gpu
 
-# bf16 keeps 8 bits: logits near 16 are 0.0625 to 0.125 apart, and two of them differ here
+# bf16 has 8 significant bits: logits near 16 are 0.0625 to 0.125 apart, and a gap involves two
 NEAR_TIE = 0.3
 
 
@@ -34,7 +34,7 @@ def servers(request: pytest.FixtureRequest) -> Iterator[tuple[Server, Server]]:
 
 
 def plain_with_gaps(server: Server, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """Return plain decoding's tokens and, for each, its lead over the runner-up in log space."""
+    """Return plain decoding's tokens and each one's logprob lead over the runner-up."""
     body = {
         "input_ids": prompt,
         "sampling_params": {"temperature": 0, "max_new_tokens": 120},
@@ -61,9 +61,9 @@ def test_every_difference_is_a_near_tie(
     print(f"{len(differences)} of 32 answers differ: (prompt, token, lead of plain's token)")
     print(*differences, sep="\n")
     assert all(gap < NEAR_TIE for _, _, gap in differences), differences
-    # most answers are the same to the last token, or it is not rounding
+    # most answers must be identical, or the cause is not rounding
     assert len(differences) < 16
-    # drafts of a drafter that reads the wrong KV would cost speed only, and go unnoticed
+    # a drafter that reads the wrong KV would only cost speed and otherwise go unnoticed
     length = dflash.acceptance()["accept_length"]
     print(f"accept length {length}")
     assert length > 2.5

@@ -14,7 +14,7 @@ QUESTION = "Write the 8 times table up to 7."
 
 
 def ask(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
-    # as it is typed, without http://
+    # as a user types it, without http://
     command = [sys.executable, str(ROOT / "launch" / "client.py"), QUESTION]
     return subprocess.run(
         [*command, "--url", f"127.0.0.1:{server.port}", *arguments],
@@ -26,7 +26,7 @@ def ask(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.usual_schedule("in turn")
 def test_client_needs_no_option(dflash: Server) -> None:
-    """Its answers may be as long as the server's context, whatever that is."""
+    """By default, answers may be as long as the server's context allows."""
     done = ask(dflash)
     assert done.returncode == 0, done.stderr
     assert re.search(r"accept length \d+\.\d\d: \d+ tokens in \d+ verify steps", done.stdout)

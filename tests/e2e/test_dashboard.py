@@ -23,7 +23,7 @@ QUERIES = {
 
 
 def scrapes(port: int) -> int:
-    """Return how many scrapes Prometheus holds."""
+    """Return the number of scrapes stored in Prometheus."""
     url = f"http://127.0.0.1:{port}/api/v1/query"
     steps = '{__name__=~"sglang[:_]dflash_verify_steps_total"}'
     query = {"query": f"count_over_time({steps}[2m])"}
@@ -57,7 +57,7 @@ def prometheus(
         stderr=subprocess.DEVNULL,
     )
     try:
-        # load until every rate has its two samples; a busy CPU answers a scrape late
+        # load until every rate has its two samples; a busy CPU answers scrapes late
         end = time.monotonic() + 60
         while time.monotonic() < end and scrapes(port) < 4:
             measured.generate_all(prompts[:3], max_new_tokens=40)
@@ -80,7 +80,7 @@ def test_every_query_of_the_dashboard_returns_data(prometheus: str, query: tuple
 
 
 def test_the_dashboard_agrees_with_the_server(prometheus: str) -> None:
-    """Accept length from Prometheus is a plausible one."""
+    """The accept length reported by Prometheus is plausible."""
     response = requests.get(
         f"{prometheus}/api/v1/query",
         params={"query": QUERIES["Accept length", "A"]},

@@ -1,4 +1,4 @@
-"""The streamed answer of the demonstration: accepted drafts and the target's own told apart."""
+"""The demo's streamed answer distinguishes accepted drafts from the target's own tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_stream_tells_accepted_drafts_apart(
 ) -> None:
     for question in questions[:4]:
         messages = [{"role": "user", "content": question}]
-        # where the machine is busy, SGLang may send two steps as one; then it is asked again
+        # on a busy machine SGLang may stream two steps as one chunk: ask again
         for _ in range(TRIES):
             before = dflash.acceptance()
             answer = Answer()

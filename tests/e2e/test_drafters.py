@@ -1,4 +1,4 @@
-"""Whatever the drafter does, the output stays; and acceptance is what was constructed."""
+"""The output is the same whatever the drafter does, and acceptance is as constructed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEW_TOKENS = 97
 
 @pytest.fixture(scope="module")
 def answers(plain: Server, prompts: list[list[int]], script_folder: Path) -> list[list[int]]:
-    """Full token sequences of plain decoding, given to the scripted drafter too."""
+    """Full token sequences of plain decoding, also given to the scripted drafter."""
     params = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     found = plain.generate_all(prompts[:8], **params)
     sequences = [ids + answer["output_ids"] for ids, answer in zip(prompts, found, strict=False)]
@@ -39,7 +39,7 @@ def test_drafter_right_up_to_k_commits_k_plus_one_tokens_a_step(
     for i in range(2):
         found = generate_as(scripted, f"right{num_right}-{i}", prompts[i])
         assert prompts[i] + found["output_ids"] == answers[i]
-        # the first token comes from the prompt, each step then adds num_right + 1
+        # prefill gives the first token, each step then adds num_right + 1
         steps = math.ceil((NEW_TOKENS - 1) / (num_right + 1))
         assert found["meta_info"]["spec_verify_ct"] == steps
 
@@ -58,7 +58,7 @@ def test_useless_drafter_changes_nothing(
 def test_meter_equals_the_construction(
     scripted: Server, answers: list[list[int]], prompts: list[list[int]]
 ) -> None:
-    """96 tokens after the first, three a step: 32 steps that accepted two drafts each."""
+    """96 tokens after the first at three per step: 32 steps with two accepted drafts each."""
     before = scripted.acceptance()
     generate_as(scripted, "right2-meter", prompts[2])
     after = scripted.acceptance()
@@ -69,8 +69,8 @@ def test_meter_equals_the_construction(
 def test_blocks_and_draft_kv_equal_the_oracle(
     scripted: Server, prompts: list[list[int]], script_folder: Path
 ) -> None:
-    """Block for block against plain torch, over steps that commit many tokens; and the draft KV
-    left behind equals the one computed from scratch."""
+    """Compare every block with plain torch, over steps that commit many tokens, and the final
+    draft KV with one recomputed from scratch."""
     target = AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.float32).eval()
     drafter = Drafter.from_pretrained(tiny_drafter(), dtype=torch.float32).eval()
     for i in range(4):
@@ -83,7 +83,7 @@ def test_blocks_and_draft_kv_equal_the_oracle(
         assert max(oracle.commit_lens) > 2
         lines = (script_folder / "blocks.jsonl").read_text().splitlines()
         blocks = [block for line in lines if (block := json.loads(line))["rid"] == rid]
-        # with overlap scheduling a step more has begun when the last token is known
+        # with overlap scheduling one more step has started when the last token is known
         assert len(blocks) <= len(oracle.blocks) + 1
         blocks = blocks[: len(oracle.blocks)]
         assert [(b["start"], tuple(b["drafts"])) for b in blocks] == [
@@ -95,10 +95,10 @@ def test_blocks_and_draft_kv_equal_the_oracle(
 def check_draft_kv(path: Path, target, drafter, token_ids: list[int]) -> None:
     kept = torch.load(path, map_location="cpu")
     length = kept[0][0].shape[0]
-    # the last step may have committed past max_new_tokens; compare what both know
+    # the last step may have committed past max_new_tokens; compare the common prefix
     known = min(length, len(token_ids))
     context = recompute_context(target, drafter, token_ids[:known])
     for layer, (keys, values) in enumerate(kept):
-        # fp32, other summation orders through 8 target layers and a projection
+        # fp32; summation order differs through 8 target layers and a projection
         torch.testing.assert_close(keys[:known], context.keys[layer][0], atol=2e-4, rtol=1e-4)
         torch.testing.assert_close(values[:known], context.values[layer][0], atol=2e-4, rtol=1e-4)

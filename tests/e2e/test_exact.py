@@ -15,7 +15,7 @@ from sglang_dflash.testing.server import Server
 
 
 def ask(server: Server, content: str, **options: Any) -> tuple[str, int, str]:
-    """Ask through the OpenAI client; return text, number of tokens and why it ended."""
+    """Ask through the OpenAI client; return text, token count and finish reason."""
     answer = server.client.chat.completions.create(
         model="default",
         messages=[{"role": "user", "content": content}],
@@ -26,7 +26,7 @@ def ask(server: Server, content: str, **options: Any) -> tuple[str, int, str]:
 
 
 def ask_streaming(server: Server, content: str, **options: Any) -> tuple[str, int, str]:
-    """The same, streamed."""
+    """Like `ask`, but streamed."""
     text, tokens, reason = "", 0, ""
     for chunk in server.client.chat.completions.create(
         model="default",
@@ -84,7 +84,7 @@ def test_eight_concurrent_requests_by_token_id(
 def test_shared_prefixes_that_hit_the_cache(
     plain: Server, dflash: Server, prompts: list[list[int]]
 ) -> None:
-    """Draft KV of a cached prefix is the one written when the prefix was first read."""
+    """A cached prefix keeps the draft KV written when it was first prefilled."""
     prefix = prompts[28] + prompts[29]
     longer = [prefix + prompts[i] for i in (30, 31, 32)]
     for server in (plain, dflash):
@@ -97,7 +97,7 @@ def test_shared_prefixes_that_hit_the_cache(
 
 
 def test_acceptance_survives_a_cache_hit(dflash: Server, prompts: list[list[int]]) -> None:
-    """The same question again, answered from the cache, drafts as well as the first time."""
+    """A repeated question that hits the prefix cache drafts as well as the first time."""
     first = dflash.generate(prompts[33], max_new_tokens=100)["meta_info"]
     again = dflash.generate(prompts[33], max_new_tokens=100)["meta_info"]
     assert again["cached_tokens"] > 0
@@ -123,7 +123,7 @@ def test_max_tokens(plain: Server, dflash: Server, questions: list[str], max_tok
 def test_end_of_text_in_the_block_that_reaches_max_tokens(
     plain: Server, dflash: Server, questions: list[str]
 ) -> None:
-    """SGLang checks max_tokens first, for the whole block, and would answer past the end."""
+    """SGLang checks max_tokens first, for the whole block, and would return tokens past the end."""
     for question in questions[42:46]:
         _, tokens, reason = ask(plain, question, max_tokens=300)
         assert reason == "stop"
@@ -133,7 +133,7 @@ def test_end_of_text_in_the_block_that_reaches_max_tokens(
 
 
 def test_stop_strings(plain: Server, dflash: Server, questions: list[str]) -> None:
-    """The stop falls inside a block: nothing after it is returned or counted."""
+    """The stop string ends inside a block: nothing after it is returned or counted."""
     stopped = 0
     for question in questions[45:50]:
         words = ask(plain, question)[0].split()
@@ -160,7 +160,7 @@ def test_ignore_eos_runs_on(plain: Server, dflash: Server, prompts: list[list[in
 def test_request_to_the_context_length_beside_another(
     plain: Server, dflash: Server, prompts: list[list[int]]
 ) -> None:
-    """In-tree DFLASH reserves past the end of the request's row, into its neighbour's."""
+    """In-tree DFLASH reserves slots past the end of the request's row, in its neighbour's."""
     together = [prompts[58], prompts[59], prompts[60]]
 
     def to_the_end(server: Server) -> list[list[int]]:
@@ -235,21 +235,21 @@ def test_aborts_in_mid_stream_leave_the_others_alone(
 
 
 def test_seedless_sampling_samples(dflash: Server, prompts: list[list[int]]) -> None:
-    """temperature > 0 really samples (in-tree turns it into greedy on a CPU)."""
-    # so hot that 40 draws from 50 tokens never come out alike
+    """temperature > 0 really samples (in-tree DFLASH turns it into greedy on a CPU)."""
+    # hot enough that 40 draws from 50 tokens never coincide
     params = {"temperature": 50, "top_k": 50, "max_new_tokens": 40, "ignore_eos": True}
     texts = {tuple(dflash.generate(prompts[0], **params)["output_ids"]) for _ in range(4)}
     assert len(texts) == 4
 
 
 def test_nothing_leaks(dflash: Server) -> None:
-    """After everything above: the pool is as free as at the start, and SGLang's check is silent."""
+    """After all tests above, every KV slot is free again and SGLang's check is silent."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         if requests.post(f"{dflash.url}/flush_cache", timeout=30).ok:
             break
         time.sleep(0.5)
     assert dflash.state()["sglang_dflash"]["free_kv_slots"] == 8192
-    time.sleep(2)  # idle: SGLang's own invariant check runs and would end the server
+    time.sleep(2)  # idle: SGLang's own invariant check runs and would kill the server
     assert "leak" not in dflash.log().lower()
     dflash.generate([1, 2, 3], max_new_tokens=2)

@@ -1,8 +1,8 @@
-"""Targets of other families, random weights: exact, and fed with the family's own features.
+"""Random targets of other families: exact output, and drafting from the family's own features.
 
-The embedded pair of the other tests is the Llama among them. Answers are compared with those of
-transformers, for on a GPU SGLang's plain decoding is not the model's: its Triton backend reads one
-key less than a sliding window holds, while its prefill, and our verify, read them all.
+The embedded pair of the other tests covers Llama. Answers are compared with transformers, because
+SGLang's plain decoding on a GPU deviates from the model: its Triton backend reads one key fewer
+than a sliding window holds, while its prefill and our verify read all of them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ PROMPT_LENS = (3, 20, 70, 150, 9, 64, 65, 33)
 
 
 class Family:
-    """A target with and without speculation, its drafter, and what transformers answers."""
+    """A target with and without speculation, its drafter, and transformers' answers."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         self.target = make_target(name, folder / "target")
-        # releases name their tensors with and without the prefix
+        # released drafters name their tensors with or without the prefix
         self.drafter = make_drafter(folder / "drafter", prefix="model." if name == "qwen3" else "")
         chance = random.Random(5)
         self.prompts = [
@@ -45,7 +45,7 @@ class Family:
         sequences = [p + a for p, a in zip(self.prompts, self.answers, strict=True)]
         (folder / "answers.json").write_text(json.dumps(sequences))
         window = getattr(self.model.config, "sliding_window", None)
-        # the longest prompt that plain decoding reads as the model does
+        # the longest prompt for which plain decoding matches the model
         self.longest = max(PROMPT_LENS)
         plain_target = self.target
         if window and torch.cuda.is_available():
@@ -65,7 +65,7 @@ class Family:
         )
 
     def _widen(self) -> Path:
-        """Return the target with a window of one more: plain decoding then reads all of it."""
+        """Return a copy with a window larger by one: plain decoding then reads the full window."""
         folder = self.folder / "wider"
         shutil.copytree(self.target, folder)
         config = json.loads((folder / "config.json").read_text())
@@ -74,7 +74,7 @@ class Family:
         return folder
 
     def ask(self, kind: str, indices: range) -> list[dict]:
-        """Ask for several prompts at once, with a scripted drafter."""
+        """Send several prompts at once, with a scripted drafter."""
         return self.dflash.generate_all(
             [self.prompts[i] for i in indices],
             rids=[f"{kind}-{i}" for i in indices],
@@ -95,7 +95,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("kind", ["real", "right1", "right4", "right15", "nan"])
 def test_family_is_exact(family: Family, kind: str) -> None:
-    """Eight requests at once, whatever is accepted."""
+    """Eight concurrent requests, whatever is accepted."""
     found = [answer["output_ids"] for answer in family.ask(kind, range(8))]
     assert found == family.answers
 
@@ -109,7 +109,7 @@ def test_plain_decoding_answers_alike(family: Family) -> None:
 
 
 def test_layers_of_a_gemma_are_fused(family: Family) -> None:
-    """The exactness above is then that of the fused layers."""
+    """The exactness tests above then cover the fused layers."""
     layers = family.dflash.state()["sglang_dflash"]["layers"]
     ops = family.dflash.state()["sglang_dflash"]["ops"]
     is_gemma = family.name.startswith("gemma4")
@@ -134,7 +134,7 @@ def test_drafter_reads_the_family_as_the_oracle_does(family: Family) -> None:
         assert served["output_ids"] == oracle.token_ids
         lines = (family.folder / "blocks.jsonl").read_text().splitlines()
         blocks = [b for line in lines if (b := json.loads(line))["rid"] == f"record-{i}"]
-        # with overlap scheduling a step more has begun when the last token is known
+        # with overlap scheduling one more step has started when the last token is known
         assert len(blocks) <= len(oracle.blocks) + 1
         blocks = blocks[: len(oracle.blocks)]
         assert [(b["start"], tuple(b["drafts"])) for b in blocks] == [
@@ -143,8 +143,8 @@ def test_drafter_reads_the_family_as_the_oracle_does(family: Family) -> None:
 
 
 def test_sliding_window_kv_is_evicted_while_decoding(family: Family) -> None:
-    """By tokens, not by steps: as little is kept when every step commits a whole block. In-tree
-    DFLASH keeps all of it until the request ends, and retracts early."""
+    """Eviction follows tokens, not steps: no more is kept when every step commits a whole block.
+    In-tree DFLASH keeps all of it until the request ends, and retracts early."""
     if family.name != "gemma4":
         pytest.skip("one family with sliding-window layers is enough")
     prompt = family.prompts[0]
@@ -161,8 +161,8 @@ def test_sliding_window_kv_is_evicted_while_decoding(family: Family) -> None:
 
 
 def sliding_window_tokens(server: Server, begin: int) -> int:
-    """Return how many tokens of KV a log shows for windows of 48, late in a request."""
+    """Return the sliding-window KV tokens (window 48) that a log shows late in a request."""
     shown = re.findall(r"#full token: (\d+), .*#swa token: (\d+)", server.log()[begin:])
-    # SGLang logs every 40th step of a server's life: with a block each, the last of a request of
-    # 1,400 tokens may be at 800. A step that overlap scheduling runs after its end shows none.
+    # SGLang logs every 40th step of a server: at a block per step, the last line of a request of
+    # 1,400 tokens may be at 800. The extra step of overlap scheduling after its end shows none.
     return [int(windows) for full, windows in shown if int(full) > 700][-1]

@@ -1,4 +1,4 @@
-"""What must not bring a server down, and what must, cleanly."""
+"""Faults that must end a server, cleanly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.e2e.conftest import SCRIPTED, SHAPE, start_together
 
 @pytest.fixture(scope="module")
 def doomed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    """Two servers, one for each way to end."""
+    """Two servers, one per way of ending."""
     folder = tmp_path_factory.mktemp("doomed")
     env = {"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(folder)}
     servers = start_together(Server(*SHAPE, env=env), Server(*SHAPE, env=env))
@@ -28,7 +28,7 @@ def doomed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
 
 
 def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
-    """Return the processes that are still there after a while."""
+    """Return the processes that are still alive after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         alive = [pid for pid in pids if psutil.pid_exists(pid) and not is_zombie(pid)]
@@ -51,7 +51,7 @@ def family(server: Server) -> list[int]:
 
 
 def load(server: Server, prompts: list[list[int]]) -> list[threading.Thread]:
-    """Keep the server busy with answers that take a while; errors are the point of these tests."""
+    """Keep the server busy with long answers; request errors are expected in these tests."""
 
     def one(ids: list[int]) -> None:
         body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}
@@ -84,7 +84,7 @@ def test_sigterm_under_load_ends_every_process(
 def test_an_exception_in_the_worker_is_named_and_ends_the_server(
     doomed: list[Server], prompts: list[list[int]]
 ) -> None:
-    """Not a hang: a supervisor must see that the server is gone, and its log must say why."""
+    """It must not hang: a supervisor must see that the server is gone, and its log must say why."""
     server = doomed[1]
     pids = family(server)
     with pytest.raises(requests.RequestException):

@@ -1,6 +1,6 @@
-"""Gemma 4 as its users reach it: the OpenAI API, the real tokenizer and chat template, thinking,
-tools, several turns, images. DFLASH answers as plain decoding does, and plain decoding answers
-what the tiny model has learned.
+"""Gemma 4 as users see it: the OpenAI API, the real tokenizer and chat template, thinking, tools,
+multiple turns, images. DFLASH answers like plain decoding, and plain decoding gives the answers
+the tiny model has learned.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.gemma4_tokenizer import Unavailable, gemma4_tokenizer
 ARGS = ("--reasoning-parser", "gemma4", "--tool-call-parser", "gemma4", "--enable-cache-report")
 ARGS += ("--context-length", "1024", "--max-total-tokens", "8192", "--chunked-prefill-size", "256")
 THINKING = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
-# SGLang's parser takes an answer without a thought for a thought when thinking is on
+# with thinking on, SGLang's parser treats an answer without a thought as the thought
 UNPARSED = {"extra_body": {**THINKING["extra_body"], "separate_reasoning": False}}
 WEATHER = {
     "type": "function",
@@ -202,7 +202,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chat]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What must not depend on speculation, and what depends on the requests before."""
+    """Fields that must not depend on speculation, and one that depends on earlier requests."""
 
     reasoning: str | None
     content: str | None
@@ -240,7 +240,7 @@ def ask(
 
 
 def joined(chunks: Any) -> Answer:
-    """Put a streamed answer together."""
+    """Assemble a streamed answer."""
     reasoning, content, finish, usage = "", "", None, None
     calls: dict[int, tuple[str, str]] = {}
     for chunk in chunks:
@@ -268,12 +268,12 @@ def counts(usage: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_plain_decoding_gives_the_learned_answer(chat: Chat, name: str) -> None:
-    """Otherwise the comparisons below would see neither thoughts nor calls."""
+    """Otherwise the comparisons below would cover neither thoughts nor tool calls."""
     conversation = CONVERSATIONS[name]
     found = chat.plainly(name)
     calls = [(function, json.loads(arguments)) for function, arguments in found.calls]
     assert (found.reasoning, found.content, calls, found.finish) == EXPECTED[name]
-    # the server has applied the chat template, once
+    # the server has applied the chat template exactly once
     assert found.prompt_tokens == len(conversation.prompt_ids(chat.tokenizer))
 
 
@@ -286,14 +286,14 @@ def test_plain_decoding_gives_the_learned_answer(chat: Chat, name: str) -> None:
 def test_dflash_answers_as_plain_decoding(
     chat: Chat, name: str, drafter: str, stream: bool
 ) -> None:
-    """Special tokens, ends of turn and the start of a grammar anywhere in a block."""
+    """Special tokens, end-of-turn tokens and grammar starts may be anywhere in a block."""
     chosen = CONVERSATIONS[name]
     found = ask(chat.dflash, chosen.messages, chosen.request, stream=stream, drafter=drafter)
     assert found == chat.plainly(name, stream=stream)
 
 
 def test_blocks_hold_thoughts_and_calls(chat: Chat) -> None:
-    """With right drafts an answer takes one step per block, special tokens or not."""
+    """With correct drafts an answer takes one step per block, special tokens or not."""
     conversation = CONVERSATIONS["thinking, then two tools"]
     request = {**conversation.request}
     request["extra_body"] = {**request["extra_body"], "return_meta_info": True, "rid": "right7-m"}
@@ -302,13 +302,13 @@ def test_blocks_hold_thoughts_and_calls(chat: Chat) -> None:
     )
     num_tokens = len(conversation.answer_ids(chat.tokenizer))
     steps = answer.choices[0].meta_info["dflash"]["verify_steps"]
-    # the first token comes from the prompt
+    # prefill gives the first token
     assert steps == -(-(num_tokens - 1) // BLOCK)
 
 
 @pytest.mark.parametrize("drafter", ["real", "right7"])
 def test_next_turn_finds_the_last_one_in_the_cache(chat: Chat, drafter: str) -> None:
-    """Committed rows of blocks are in the cache as plain decoding would have left them."""
+    """Committed rows are in the prefix cache as plain decoding would have left them."""
     first, second = CONVERSATIONS["tool at once"], CONVERSATIONS["after the tool"]
     answers, cached = [], []
     for server in (chat.plain, chat.dflash):
@@ -317,15 +317,15 @@ def test_next_turn_finds_the_last_one_in_the_cache(chat: Chat, drafter: str) -> 
         answers.append(turns)
         cached.append([turn.cached_tokens for turn in turns])
     assert answers[1] == answers[0]
-    # an end of turn inside a block has KV, which plain decoding never computes
+    # an end-of-turn token inside a block has KV, which plain decoding never computes
     assert cached[1][1] - cached[0][1] in (0, 1)
-    # the template repeats the call as it was written, so its tokens are found, too
+    # the template reproduces the call verbatim, so its tokens hit the cache, too
     opening = answers[0][0]
     assert cached[0][1] > opening.prompt_tokens + opening.completion_tokens // 2
 
 
 def test_drafter_reads_the_whole_model_as_the_oracle_does(chat: Chat) -> None:
-    """Its text model lies deeper than in a text-only one, features, embedding and head."""
+    """Features, embedding and head are nested deeper than in a text-only model."""
     prompt = CONVERSATIONS["thinking"].prompt_ids(chat.tokenizer)
     target = Gemma4ForConditionalGeneration.from_pretrained(
         chat.folder / "target", dtype=torch.float32
@@ -357,7 +357,7 @@ def picture(color: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def test_images(chat: Chat) -> None:
-    """Rows of an image have features too; the drafter's context holds them."""
+    """Image rows have features too, and the drafter's context includes them."""
     answers = []
     for color in ((230, 20, 20), (10, 200, 90)):
         question = [picture(color), {"type": "text", "text": "Why is the sky blue?"}]
@@ -383,7 +383,7 @@ def test_what_plain_decoding_refuses_is_refused_alike(chat: Chat, name: str) -> 
     for server in (chat.plain, chat.dflash):
         with pytest.raises(openai.APIStatusError) as raised:
             ask(server, messages, request)
-        # an address of an object may be part of it
+        # it may contain the address of an object
         message = re.sub("0x[0-9a-f]+", "0x", raised.value.message)
         errors.append((raised.value.status_code, message))
     assert errors[1] == errors[0]

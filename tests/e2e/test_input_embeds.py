@@ -1,4 +1,4 @@
-"""Prompts as embeddings, which SGLang takes without its radix cache and in bf16 only."""
+"""Prompts as embeddings, which SGLang accepts only without its radix cache and in bf16."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_embeddings_of_tokens_are_answered_like_the_tokens(
 def test_embeddings_and_tokens_meet_in_a_prefill(
     servers: list[Server], prompts: list[list[int]]
 ) -> None:
-    """SGLang holds embeddings of the requests that sent some only, and ends the server there."""
+    """SGLang keeps embeddings only of the requests that sent them, and crashes on such a batch."""
     _, dflash, _ = servers
     expected = [dflash.generate(p, max_new_tokens=NEW_TOKENS)["output_ids"] for p in prompts[:8]]
 
@@ -88,7 +88,7 @@ def test_every_difference_from_plain_decoding_is_a_near_tie(
 def test_a_target_that_cannot_read_them_refuses(
     servers: list[Server], prompts: list[list[int]]
 ) -> None:
-    """SGLang ends the server there."""
+    """SGLang crashes here."""
     *_, dflash = servers
     response = ask(dflash, prompts[0])
     assert response.status_code == 400

@@ -1,4 +1,4 @@
-"""Every number about acceptance, to the last unit, with drafters of constructed acceptance."""
+"""Every acceptance metric, exactly, with drafters of constructed acceptance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK = 16
 
 
 def scrape(server: Server) -> dict[str, float]:
-    """Return every value of ours: name and the labels that are not SGLang's -> value."""
+    """Return all of our metrics: name and the labels that are not SGLang's -> value."""
     text = requests.get(f"{server.url}/metrics", timeout=30).text
     found = {}
     for name, labels, value in re.findall(r"^sglang:dflash_(\w+)\{(.*)\} (\S+)$", text, re.M):
@@ -30,7 +30,7 @@ def scrape(server: Server) -> dict[str, float]:
 
 
 def totals(server: Server, name: str) -> list[float]:
-    """Return the values of one counter of ours, of every process that exports it."""
+    """Return the values of one of our counters, from every process that exports it."""
     text = requests.get(f"{server.url}/metrics", timeout=30).text
     return [
         float(value) for value in re.findall(rf"^sglang:dflash_{name}\{{.*\}} (\S+)$", text, re.M)
@@ -87,9 +87,9 @@ def test_counters_equal_the_construction(
 def test_nothing_past_a_stop_is_counted(
     measured: Server, prompts: list[list[int]], metered_folder: Path
 ) -> None:
-    """A stop inside a block: in-tree counts the whole block."""
+    """A stop inside a block: in-tree DFLASH counts the whole block."""
     answer = json.loads((metered_folder / "answers.json").read_text())[3][len(prompts[3]) :]
-    # the first token that did not occur before, some way into the answer
+    # the first token, some way into the answer, that has not occurred before
     at = next(i for i in range(9, 40) if answer[i] not in answer[:i])
     before = scrape(measured)
     found = measured.generate(
@@ -121,7 +121,7 @@ def test_an_aborted_request_counts_what_it_received(
         for seen, _ in enumerate(response.iter_lines()):
             if seen == 4:
                 break
-    # the next request flushes what the aborted one left
+    # the next request flushes the counts of the aborted one
     run(measured, prompts, ["right2"], ignore_eos=True)
     gained = added(before, scrape(measured))
     steps = gained["verify_steps_total"] - 20
@@ -142,7 +142,7 @@ def test_stages_are_timed_and_the_log_speaks(measured: Server, prompts: list[lis
 def test_low_acceptance_raises_one_alarm_with_its_cause(
     measured: Server, prompts: list[list[int]]
 ) -> None:
-    # good steps first, so that the alarm is at rest
+    # good steps first, to reset the alarm
     run(measured, prompts, ["right4"] * 8, ignore_eos=True)
     before = measured.state()["sglang_dflash"]["alarms"]
     run(measured, prompts, ["wrong"] * 8, ignore_eos=True)
@@ -155,7 +155,7 @@ def test_low_acceptance_raises_one_alarm_with_its_cause(
 def test_server_info_lists_what_is_changed_in_sglang(
     measured: Server, prompts: list[list[int]]
 ) -> None:
-    """Hooks, replaced methods, tables and fields, whether or not a request has come by them."""
+    """Hooks, replaced methods, tables and fields, whether or not a request has used them."""
     before = measured.state()["sglang_dflash"]["changes"]
     run(measured, prompts, ["right4"], ignore_eos=True)
     assert measured.state()["sglang_dflash"]["changes"] == before
@@ -171,7 +171,7 @@ def test_server_info_lists_what_is_changed_in_sglang(
         "meta_info.dflash",
     ):
         assert reasons[name]["why"]
-    # the ends of verify graphs and of draft graphs
+    # the tails of verify graphs and of draft graphs
     tails = [change for change in before if change["name"] == "capture_tail_hooks"]
     assert len(tails) == 2
     count = re.search(r"sglang_dflash changes SGLang in (\d+) places", measured.log())
@@ -179,7 +179,7 @@ def test_server_info_lists_what_is_changed_in_sglang(
 
 
 def test_server_info_and_the_log_say_what_runs_each_op(measured: Server) -> None:
-    """A fallback that nobody is told of is found by its price."""
+    """A silent fallback would be noticed only by its cost."""
     found = measured.state()["sglang_dflash"]
     kernels = found["kernels"]
     assert found["ops"] == kernels["accept_block"] == kernels["reject_by_block"] == "torch"

@@ -1,4 +1,4 @@
-"""A decode step never waits for the GPU: tests/plugins/sync_debug.py makes waiting an error."""
+"""A decode step never synchronises with the GPU: tests/plugins/sync_debug.py makes it an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_decode_step_does_not_wait_for_the_device(
         "SYNC_DEBUG": "1",
         "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": plan_stream,
     }
-    # as it is deployed: bf16, triton target, fa4 drafter
+    # the deployed configuration: bf16, triton target, fa4 drafter
     half = (*SHAPE, "--dtype", "bfloat16", "--speculative-draft-attention-backend", "fa4")
     with Server(*half, env=env) as server:
         sampled = {"temperature": 1.0}

@@ -1,4 +1,4 @@
-"""Pages of several KV slots, which only the GPU's backends have: the same tokens."""
+"""KV pages of several slots, which only GPU backends have, give the same tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def servers() -> Iterator[tuple[Server, Server]]:
 def test_pages_of_sixteen_give_the_same_tokens(
     servers: tuple[Server, Server], prompts: list[list[int]]
 ) -> None:
-    """Lengths on both sides of a page's end, all at once, then again out of the prefix cache."""
+    """Lengths on both sides of a page boundary, all at once, then again from the prefix cache."""
     plain, dflash = servers
     asked = [prompt + [7] * extra for extra, prompt in enumerate(prompts[:20])]
     expected = [plain.generate(ids, max_new_tokens=80, ignore_eos=True) for ids in asked]

@@ -1,4 +1,4 @@
-"""Requests in a KV pool and in slots that hold few of them."""
+"""Requests in a small KV pool (retraction) and in few request slots (admission)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks import load
 from sglang_dflash.testing.server import SCHEDULES, Server
 
 POOL = 640
-# SGLang's own switch: whether a pool runs full is a matter of timing, every seventh step is not
+# SGLang's own switch: a full pool depends on timing, retracting every seventh step does not
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 
 
@@ -33,7 +33,7 @@ def test_retracted_requests_answer_as_if_nothing_happened(
 
 
 def test_no_request_waits_beside_an_empty_slot(prompts: list[list[int]]) -> None:
-    """SGLang's DFLASH admits only when several slots are free; the last ones stay empty."""
+    """In-tree DFLASH admits only while several slots are free, so the last ones stay empty."""
     context = ("--context-length", "512", "--max-total-tokens", "8192")
     with (
         Server(*context, "--max-running-requests", "8") as server,

@@ -1,4 +1,4 @@
-"""benchmarks/recipes.py on a CPU: a real recipe, its shapes made small."""
+"""benchmarks/recipes.py on a CPU: a real recipe with shrunk shapes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_recipe_starts_answers_and_is_measured_once(
     assert missing == []
     cell = results.cells[f"{RECIPE} | bf16 | ours | 8"]
     assert "error" not in cell, cell["error"]
-    # random weights may end an answer at once; what they write is not in the tokenizer
+    # random weights may end an answer at once, and their tokens may not be in the tokenizer
     assert cell["openai"]["completion_tokens"] >= 1
     assert cell["memory_gb"]["kv_tokens"] == 4096
     assert {"target_weights", "draft_weights", "target_kv", "draft_kv"} <= set(cell["memory_gb"])

@@ -1,4 +1,4 @@
-"""Replicas of one server are counted together, and each is named."""
+"""Data-parallel replicas of one server are counted together, and each is reported by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two replicas 
 
 @pytest.fixture(scope="module")
 def two_replicas(prompts: list[list[int]]) -> Iterator[Server]:
-    """The embedded pair twice, after eight requests in turn."""
+    """Two replicas of the embedded pair, after eight sequential requests."""
     with Server(*SHAPE, "--dp-size", "2", "--enable-metrics") as server:
         for prompt in prompts[:8]:
             server.generate(prompt, max_new_tokens=NEW_TOKENS)

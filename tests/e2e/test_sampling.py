@@ -1,6 +1,6 @@
-"""Every sampling parameter, alone and together, token for token against plain decoding.
+"""Every sampling parameter, alone and combined, token for token against plain decoding.
 
-Seeded or greedy, on a real server. Each case also shows that its parameter changes answers, or a
+Seeded or greedy, on a real server. Each case also checks that its parameter changes answers, or a
 server that ignores it would pass.
 """
 
@@ -21,12 +21,12 @@ from sglang_dflash.testing.server import SCHEDULES, Server
 from tests.e2e.conftest import SCRIPTED, SHAPE
 from tests.schedules import follows
 
-# to save time; `pytest --schedules "in turn,overlap,plan stream"` runs all under each
+# to save time; `pytest --schedules "in turn,overlap,plan stream"` runs every test under each
 pytestmark = pytest.mark.usual_schedule("plan stream")
 
 NUM_PROMPTS = 20
 NEW_TOKENS = 28
-# noise = f(seed, position): SGLang reads seeds in deterministic mode only
+# noise = f(seed, position): SGLang honours seeds in deterministic mode only
 SEEDED = (*SHAPE, "--enable-deterministic-inference", "--enable-custom-logit-processor")
 SEEDED += ("--tool-call-parser", "qwen25")
 SCHEMA = {
@@ -37,7 +37,7 @@ SCHEMA = {
 }
 
 _WORDS = Tokenizer.from_file(f"{tiny_target()}/tokenizer.json")
-# tokens that most answers hold
+# tokens that occur in most answers
 COMMON = [_WORDS.encode(text).ids[0] for text in (".", ",", " the", " is", " a")]
 LOGIT_BIAS = {str(token): -12.0 for token in COMMON} | {"300": 4.0}
 
@@ -73,7 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stop_token_ids": HOT | {"stop_token_ids": COMMON},
     "ignore_eos": HOT | {"ignore_eos": True},
 }
-# what may leave the answers of these prompts as they are
+# cases that may leave the answers to these prompts unchanged
 NEUTRAL = {"temperature 0"}
 
 
@@ -99,7 +99,7 @@ def seeded(control: Server, drafted: Server) -> tuple[Server, Server]:
 
 
 def ask(server: Server, prompts: list[list[int]], body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Ask for all prompts, eight at a time; `body` may hold more than sampling parameters."""
+    """Send all prompts, eight at a time; `body` may hold more than sampling parameters."""
     params = {"max_new_tokens": NEW_TOKENS, **body.get("sampling_params", {})}
 
     def one(ids: list[int]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected_of(control: Server, prompts: list[list[int]]) -> Callable[[str], list[list[int]]]:
-    """Plain decoding's answers to a case, asked for once."""
+    """Plain decoding's answers to a case, cached."""
 
     @functools.cache
     def answers(name: str) -> list[list[int]]:
@@ -154,9 +154,9 @@ def test_tokens_are_those_of_plain_decoding(
 def test_different_requests_in_one_batch_do_not_mix(
     seeded: tuple[Server, Server], prompts: list[list[int]]
 ) -> None:
-    """Eight at a time, each with another parameter: rows must find their own request's.
+    """Eight at a time with different parameters: each row must use those of its own request.
 
-    All filtered: beside a filtered request SGLang draws an unfiltered one with other noise.
+    All filtered: next to a filtered request, SGLang samples an unfiltered one with other noise.
     """
     filtered = [{"top_k": 30} | case if case["temperature"] else case for case in CASES.values()]
     mixed = list(zip(prompts[:NUM_PROMPTS], filtered[:NUM_PROMPTS], strict=True))
@@ -196,7 +196,7 @@ def test_logprobs_are_those_of_plain_decoding(
             a, b = flatten(one["meta_info"][field]), flatten(two["meta_info"][field])
             assert len(a) == len(b), field
             for x, y in zip(a, b, strict=True):
-                # fp32, and a block's rows pass through other matrix sizes than a single token
+                # fp32; a block's rows go through other GEMM shapes than a single token
                 assert x == y or (isinstance(x, float) and x == pytest.approx(y, abs=2e-4)), field
 
 
@@ -210,7 +210,7 @@ def flatten(value: Any) -> list[Any]:
 def test_openai_parameters(
     seeded: tuple[Server, Server], questions: list[str], params: dict[str, Any]
 ) -> None:
-    """logprobs, n and stop strings the way most people ask for them."""
+    """logprobs, n and stop strings as most clients request them."""
 
     def answers(server: Server) -> list[Any]:
         found = []
@@ -266,10 +266,10 @@ def test_required_tool_call(seeded: tuple[Server, Server], questions: list[str])
 def test_custom_logit_processor(
     seeded: tuple[Server, Server], prompts: list[list[int]], greedy: list[list[int]], schedule: str
 ) -> None:
-    """Served in turn; refused with overlap, where a processor would see an answer that lags."""
+    """Served without overlap; refused with it, where a processor would see a stale answer."""
     from processors import NoEcho
 
-    # SGLang shows a processor its request only beside parameters of the user's
+    # SGLang passes the request to a processor only if there are custom_params
     body = {
         "sampling_params": GREEDY | {"custom_params": {"reach": 4}},
         "custom_logit_processor": NoEcho.to_str(),
@@ -294,13 +294,13 @@ def test_a_seed_gives_the_same_text_alone_and_in_a_batch(
         alone = tokens([ask(server, [ids], body)[0] for ids in prompts[:8]])
         again = tokens(ask(server, prompts[:8], body))
         assert alone == again
-    # both servers agree by the cases above
+    # the cases above show that both servers agree
 
 
 def test_what_cannot_be_exact_is_refused(
     seeded: tuple[Server, Server], prompts: list[list[int]]
 ) -> None:
-    """And the server lives on; the other refusals are in tests/glue."""
+    """The server stays up; the other refusals are tested in tests/glue."""
     body = {"input_ids": prompts[0], "sampling_params": {"min_p": 0.1, "temperature": 1.0}}
     response = requests.post(f"{seeded[1].url}/generate", json=body, timeout=60)
     assert response.status_code == 400
@@ -317,8 +317,8 @@ def test_min_p_is_served_unseeded(dflash: Server, prompts: list[list[int]]) -> N
 def test_unseeded_requests_of_every_kind_are_served_in_one_batch(
     dflash: Server, prompts: list[list[int]]
 ) -> None:
-    """Beside sampled requests, by top_k and unfiltered, greedy ones keep their very tokens; what
-    the others sample is tested by its distribution in tests/glue and tests/unit."""
+    """Next to top_k and unfiltered sampling, greedy requests keep exactly their tokens. The
+    sampled distributions are tested in tests/glue and tests/unit."""
     greedy = tokens(ask(dflash, prompts[:4], {"sampling_params": GREEDY}))
     hot = {"temperature": 50.0, "ignore_eos": True}
     kinds = [GREEDY, hot | {"top_k": 20, "top_p": 0.9}, hot]

@@ -36,7 +36,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
-        # a tiny model, whose server starts faster so
+        # the server of a tiny model starts faster this way
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
@@ -58,7 +58,7 @@ def test_systems_are_measured_and_compared_and_a_cut_run_is_taken_up(tmp_path: P
         assert [p["requests"] for p in result["points"]] == [1, 3]
         assert all(p["tokens_per_s"] > 0 for p in result["points"])
 
-    # as if it had been cut off before our system: only that is measured again, and so compared
+    # as if interrupted before our system: only that one is measured again, and still compared
     del found["results"]["ours"]
     found["results"]["plain"]["points"][0]["tokens_per_s"] = 12345.0
     out.with_suffix(".json").write_text(json.dumps(found))
@@ -69,7 +69,7 @@ def test_systems_are_measured_and_compared_and_a_cut_run_is_taken_up(tmp_path: P
     assert again["results"]["plain"] == found["results"]["plain"]
     assert again["agreement_with_plain"]["ours, 3 requests of 32"] == "3 of 3 equal"
 
-    # another command must not be mixed with this one
+    # results of another command must not be mixed with these
     ran = run("--systems", "plain", "--port", port, "--out", out)
     assert ran.returncode != 0
     assert "command differ" in ran.stderr
@@ -105,7 +105,7 @@ def test_a_stopped_benchmark_takes_its_server_with_it() -> None:
 
 
 def servers_at(port: int) -> list[psutil.Process]:
-    """Return the live processes that were started to serve at a port, benchmarks left out."""
+    """Return the live processes that were started to serve at a port, except benchmarks."""
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         line = process.info["cmdline"] or []

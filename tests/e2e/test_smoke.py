@@ -1,4 +1,4 @@
-"""The smoke itself, as far as a CPU can run it: small shapes, one family, real servers."""
+"""The smoke test itself, as far as a CPU can run it: small shapes, one family, real servers."""
 
 from __future__ import annotations
 

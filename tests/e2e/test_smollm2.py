@@ -1,4 +1,4 @@
-"""The real pair that the demonstration serves: exact, and worth having."""
+"""The real pair that the demo serves: exact, and with useful acceptance."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def target() -> Path:
 
 
 def test_the_drafter_is_small_and_fits_its_target(target: Path) -> None:
-    """If this broke, the demonstration would not start."""
+    """If this broke, the demo would not start."""
     folder = smollm2_drafter()
     assert sum(path.stat().st_size for path in folder.iterdir()) < MAX_BYTES
     config, drafted = AutoConfig.from_pretrained(target), Drafter.from_pretrained(folder).config
@@ -37,7 +37,7 @@ def test_the_drafter_is_small_and_fits_its_target(target: Path) -> None:
 
 
 def test_the_card_says_how_it_was_made() -> None:
-    """If this broke, nobody could make this drafter again."""
+    """If this broke, this drafter could not be reproduced."""
     card = (smollm2_drafter() / "README.md").read_text()
     for text in ("python -m sglang_dflash train", "gsm8k_train.jsonl", "Apache-2.0", "H200"):
         assert text in card, text
@@ -47,7 +47,7 @@ def test_the_card_says_how_it_was_made() -> None:
 def test_the_demonstration_chats_and_measures(
     target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If this broke, the first thing that a newcomer runs would mislead."""
+    """If this broke, the first thing a newcomer runs would be misleading."""
     monkeypatch.setattr("sys.argv", ["demo.py"])
     monkeypatch.setattr(demo, "MAX_TOKENS", MAX_TOKENS)
     monkeypatch.setattr(demo, "ROUNDS", 1)

@@ -1,4 +1,4 @@
-"""A short storm in every test run; `python -m benchmarks.soak` is the long one."""
+"""A short soak in every test run; `python -m benchmarks.soak` is the long one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from sglang_dflash.testing.server import SCHEDULES
 def test_a_storm_of_mixed_requests_leaves_nothing_wrong_and_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With overlap and plan stream: more happens at once, and requests end a step late. Half of
-    the requests meet other weights."""
+    """With overlap scheduling and plan stream: more happens at once, and requests end a step late.
+    Half of the requests run on updated weights."""
     for name, value in SCHEDULES["plan stream"].items():
         monkeypatch.setenv(name, value)
     options = soak.parse(["--requests", "80", "--updates", "1"])
@@ -38,7 +38,7 @@ def test_a_storm_of_mixed_requests_leaves_nothing_wrong_and_nothing_behind(
 def test_the_report_is_written_before_the_servers_stop(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Stopping many takes long; who waits for the report may lose patience meanwhile."""
+    """Stopping many servers is slow, and a caller waiting for the report may time out meanwhile."""
     seen = []
 
     @contextlib.contextmanager
@@ -62,7 +62,7 @@ def fp64_logits(ids: list[int], weights: Path) -> torch.Tensor:
 
 
 def test_only_tokens_that_are_equal_in_fp64_count_as_a_tie() -> None:
-    """Otherwise the storm would excuse wrong answers."""
+    """Otherwise the soak would excuse wrong answers."""
     ask = {"body": {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0.0}}}
     weights = tiny_target()
     assert (
@@ -72,7 +72,7 @@ def test_only_tokens_that_are_equal_in_fp64_count_as_a_tie() -> None:
 
 
 def test_a_tie_is_looked_for_under_the_weights_that_were_in_force(tmp_path: Path) -> None:
-    """After an update, a wrong answer could be a tie of the old weights."""
+    """After an update, a wrong answer could be a tie under the old weights."""
     other = soak_requests.write_other_weights(tmp_path)
     ask = {"body": {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0.0}}}
     for weights in (tiny_target(), other):
@@ -85,7 +85,7 @@ def test_a_tie_is_looked_for_under_the_weights_that_were_in_force(tmp_path: Path
 
 
 def test_a_seeded_draw_is_judged_with_the_noise_of_its_seed() -> None:
-    """A server drew these twelve tokens; with other noise, close draws would be called wrong."""
+    """A server sampled these twelve tokens; with other noise, close draws would count as wrong."""
     prompt = [5, 6, 7]
     drawn = [350, 781, 17, 346, 17, 308, 299, 290, 669, 262, 15, 338]
     params = {"temperature": 1.4, "top_k": 40, "sampling_seed": 11}
@@ -94,7 +94,7 @@ def test_a_seeded_draw_is_judged_with_the_noise_of_its_seed() -> None:
         race = seeded_race(fp64_logits(ids, tiny_target()), params, position=len(ids) - 1)
         assert race.argmax() == token
     ask = {"body": {"input_ids": prompt, "sampling_params": params}}
-    # by far the closest second in the race above, and not close in their logits
+    # by far the closest runner-up in the race above, and their logits are not close
     gap = gap_at_first_difference(ask, drawn[:6], [*drawn[:5], 844], weights=tiny_target())
     assert gap == pytest.approx(0.082, abs=0.001)
 
@@ -118,7 +118,7 @@ def test_a_seeded_draw_is_judged_with_the_noise_of_its_seed() -> None:
 def test_a_sampled_answer_must_end_as_asked(
     tokens: list[int], finish: dict[str, Any] | None, options: dict[str, Any], found: str | None
 ) -> None:
-    """There is no other answer to compare it with."""
+    """There is no reference answer to compare it with."""
     params = {"max_new_tokens": 3, "ignore_eos": options.get("ignore_eos", False)}
     ask = Ask("sampled", {"sampling_params": params}, True, options.get("abort_after"))
     reason = flaw(ask, Answer(tokens, finish, cached=0))
@@ -126,7 +126,7 @@ def test_a_sampled_answer_must_end_as_asked(
 
 
 def test_what_one_pair_lacks_is_not_made_up_for_by_another() -> None:
-    """A leak in one of several servers would be hidden by a sum."""
+    """A sum would hide a leak in one of several servers."""
     fine = {"memory_mb": [[100] * 6], "free_kv_slots": [2200], "requests": 4}
     leaky = {"memory_mb": [[100, 100, 100, 190, 200, 210]], "free_kv_slots": [2199], "requests": 4}
     total = Outcome()

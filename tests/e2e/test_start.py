@@ -1,4 +1,4 @@
-"""What only shows when weights load still ends the server with a sentence."""
+"""Errors that only show while weights load still end the server with a one-sentence message."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ TIMEOUT_S = 900
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one run over both tasks left behind."""
+    """The output of one run over both tasks."""
     if torch.cuda.is_available():
         pytest.skip("equal to the last token in fp32, which launch/serve.sh does not serve")
     folder = tmp_path_factory.mktemp("tasks")
@@ -48,7 +48,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
-        # a tiny model, whose servers start faster so
+        # the servers of a tiny model start faster this way
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -70,7 +70,7 @@ def test_every_question_is_answered_at_every_concurrency(found: dict[str, Any]) 
             for requests in (1, 2)
         ]
         assert all(p["tokens_per_s"] > 0 and not p["failed"] for p in result["points"])
-        # two rounds, which agree or are marked
+        # two rounds, which either agree or are marked
         assert all(p["spread"] is not None for p in result["points"])
 
 

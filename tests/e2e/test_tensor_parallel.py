@@ -1,4 +1,4 @@
-"""Two ranks that share a pair answer as one does, and are counted as one."""
+"""Two tensor-parallel ranks answer as one does, and are counted as one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks of 
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Server]:
-    """The embedded pair, cut in two; ranks talk over gloo."""
-    # SGLang wants to know the cores of each rank where there is one NUMA node
+    """The embedded pair sharded over two ranks, which communicate over gloo."""
+    # with a single NUMA node, SGLang must be told the cores of each rank
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     metrics = ("--enable-metrics", "--decode-log-interval", "10")
     with Server(*SHAPE, "--tp-size", "2", *metrics, env=env) as server:
@@ -36,7 +36,7 @@ def test_two_ranks_answer_as_plain_decoding(
 
 
 def test_two_ranks_are_counted_once(two_ranks: Server, prompts: list[list[int]]) -> None:
-    """A dashboard adds up whatever is exported."""
+    """A dashboard sums everything that is exported."""
     two_ranks.generate_all(prompts[:4], max_new_tokens=NEW_TOKENS)
     counts = two_ranks.acceptance()
     assert totals(two_ranks, "verify_steps_total") == [counts["verify_steps"]]

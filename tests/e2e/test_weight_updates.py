@@ -1,4 +1,4 @@
-"""A server whose target gets new weights answers like one that was started with them."""
+"""After a weight update of its target, a server answers like one started with the new weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NORM = "model.norm.weight"
 
 
 class Targets:
-    """The tiny target and a second one, what plain decoding says with each, and one server."""
+    """The tiny target and a second one, plain decoding's answers with each, and one server."""
 
     def __init__(self, folder: Path, plain: Server, prompts: list[list[int]]) -> None:
         self.prompts = prompts
@@ -45,7 +45,7 @@ class Targets:
         return requests.post(f"{self.server.url}/{endpoint}", json=body, timeout=120)
 
     def load(self, target: Path, **options: Any) -> str:
-        """Update from disk; return what the server says about it."""
+        """Update from disk; return the server's message."""
         response = self.post("update_weights_from_disk", model_path=str(target), **options)
         assert response.ok, response.text
         return response.json()["message"]
@@ -67,7 +67,7 @@ def _perturbed(folder: Path) -> Path:
 
 
 def _tokens(server: Server, prompts: list[list[int]]) -> list[list[int]]:
-    """Ask together, and some alone: a CPU multiplies the rows of one block by packed weights."""
+    """Ask together, and some alone: on a CPU, the GEMMs of a single block use packed weights."""
     answers = [server.generate(prompt, **ANSWER) for prompt in prompts[:2]]
     answers += server.generate_all(prompts, **ANSWER)
     return [answer["output_ids"] for answer in answers]
@@ -87,14 +87,14 @@ def test_from_disk_and_back(targets: Targets) -> None:
     for target in (targets.second, targets.first):
         message = targets.load(target)
         assert "The drafter keeps its own" in message
-        # a prefix of the old weights' KV would be a hit, and wrong
+        # a cached prefix would hold KV of the old weights
         answer = targets.server.generate(targets.prompts[0], **ANSWER)
         assert answer["meta_info"]["cached_tokens"] == 0
         targets.expect(target)
 
 
 def _serialised(tensors: dict[str, torch.Tensor]) -> list[str]:
-    """Return tensors as clients send them; they must live until the server has read them."""
+    """Return tensors as clients send them; they must stay alive until the server has read them."""
     from sglang.srt.utils import MultiprocessingSerializer
 
     return [MultiprocessingSerializer.serialize(list(tensors.items()), output_str=True)]
@@ -102,7 +102,7 @@ def _serialised(tensors: dict[str, torch.Tensor]) -> list[str]:
 
 @pytest.fixture
 def shared_by_name() -> Iterator[None]:
-    """Share tensors by name: handing over descriptors takes a key that only children know."""
+    """Share tensors by name: passing descriptors takes a key that only child processes have."""
     strategy = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     yield
@@ -127,7 +127,7 @@ def test_from_tensor_and_back(targets: Targets, without_drafter: bool) -> None:
 
 
 def test_from_a_group_of_processes(targets: Targets) -> None:
-    """The trainer's process is rank 0, this server rank 1."""
+    """The trainer process is rank 0, the server rank 1."""
     from sglang.srt.utils import init_custom_process_group
 
     targets.load(targets.first)
@@ -172,7 +172,7 @@ def test_weights_are_read_from_the_target(targets: Targets) -> None:
 
 
 def test_requests_in_flight_keep_the_cache_or_the_weights(targets: Targets) -> None:
-    """SGLang ends a server that cannot flush after an update."""
+    """SGLang kills a server that cannot flush its cache after an update."""
     targets.load(targets.first)
     answers: list[dict[str, Any]] = []
 
@@ -240,7 +240,7 @@ def test_updates_that_fail_leave_the_server_alive(targets: Targets, tmp_path: Pa
 
 
 def test_the_weights_checker_leaves_the_drafter_alone(targets: Targets) -> None:
-    """It resets weights to see whether an update brings them back, and none does for a drafter."""
+    """It resets weights to check that an update restores them, which none does for a drafter."""
     targets.load(targets.first)
     before = targets.server.generate(targets.prompts[0], **ANSWER)["meta_info"]
     for action in ("checksum", "snapshot", "compare", "reset_tensors", "nonsense"):
@@ -251,12 +251,12 @@ def test_the_weights_checker_leaves_the_drafter_alone(targets: Targets) -> None:
     targets.load(targets.first)
     targets.expect(targets.first)
     after = targets.server.generate(targets.prompts[0], **ANSWER)["meta_info"]
-    # a random drafter takes a step for nearly every token
+    # a random drafter needs a step for nearly every token
     assert after["spec_verify_ct"] == before["spec_verify_ct"] < 0.75 * ANSWER["max_new_tokens"]
 
 
 def test_memory_is_released_and_resumed_without_effect(targets: Targets) -> None:
-    """SGLang's own way without --enable-memory-saver, which DFLASH refuses."""
+    """As in SGLang without --enable-memory-saver, which DFLASH refuses."""
     targets.load(targets.first)
     assert targets.post("release_memory_occupation").ok
     assert targets.post("resume_memory_occupation").ok
@@ -264,7 +264,7 @@ def test_memory_is_released_and_resumed_without_effect(targets: Targets) -> None
 
 
 def test_a_router_follows_its_scale(tmp_path: Path, prompts: list[list[int]]) -> None:
-    """SGLang folds the scale into a norm once, which the fused layers read."""
+    """SGLang folds the scale once into a norm, which the fused layers read."""
     first = make_target("gemma4-moe", tmp_path / "first")
     second = make_target("gemma4-moe", tmp_path / "second", seed=9)
     drafter = make_drafter(tmp_path / "drafter")

@@ -1,4 +1,4 @@
-"""Whose kernel serves the target's verify blocks, and what is said about it."""
+"""Which attention kernel serves the target's verify blocks, and how the choice is reported."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from sglang_dflash.glue import compat
 from sglang_dflash.glue.models import verify_backend
 from sglang_dflash.kernels import triton_ops
 
-# heads, KV heads, width of keys, width of values
+# query heads, KV heads, key head dim, value head dim
 Shape = tuple[int, int, int, int]
 GROUPED: Shape = (8, 2, 128, 128)
-# what MLA runs in a verify block: one wide KV head; and what it runs in prefill
+# MLA in a verify block (one wide KV head), and MLA in prefill
 LATENT: Shape = (16, 1, 576, 512)
 EXPANDED: Shape = (16, 16, 192, 128)
 
 
 def make_backend(**changes: Any) -> Any:
-    """Return a Triton backend with what the choice reads, and no GPU behind it."""
+    """Return a Triton backend with only the attributes that the choice reads, and no GPU."""
     backend = object.__new__(compat.TritonAttnBackend)
     settings = {
         "enable_deterministic": False,
@@ -71,7 +71,7 @@ def test_our_kernel_serves_layers_that_it_has_tiles_for(install: Any) -> None:
 def test_mla_keeps_sglangs_kernel_and_the_reason_is_told(
     install: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Refused, such a target could not be served at all: there is no switch for our kernel."""
+    """If refused, such a target could not be served at all: our kernel has no switch."""
     backend = make_backend()
     with caplog.at_level(logging.WARNING):
         serves = install(make_runner(backend, LATENT, EXPANDED, LATENT))

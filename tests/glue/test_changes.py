@@ -1,4 +1,4 @@
-"""What is changed in SGLang through `changes` is changed, and is in its list."""
+"""Changes made to SGLang through `changes` take effect and are listed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_hook_is_listed_with_its_reason() -> None:
 
 
 def test_fields_are_listed_before_they_are_written() -> None:
-    """The arguments are resolved, and the answers written, in other processes than the list."""
+    """Arguments are resolved, and answers written, in other processes than the list's."""
     assert DFlashWorker is not None
     assert reasons("ServerArgs")["speculative_num_steps"] == "a block is drafted in one step"
     assert reasons("meta_info") == {"dflash": "an answer says how its drafts did"}

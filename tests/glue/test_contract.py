@@ -1,4 +1,4 @@
-"""What we take from SGLang exists in the installed release, as we use it."""
+"""Everything we use of SGLang exists in the installed release, in the form we use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_contract_lists_what_moved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_contract_lists_attributes_that_were_renamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read by getattr with a default, a new name would mean wrong slots in silence."""
+    """With getattr and a default, a renamed attribute would silently mean wrong slots."""
     pool = Symbol(
         "srt.mem_cache.swa_memory_pool",
         "SWAKVPool",
@@ -49,7 +49,7 @@ def test_contract_lists_attributes_that_were_renamed(monkeypatch: pytest.MonkeyP
 
 
 def test_contract_lists_parameters_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passed by position, a parameter that moved would get another one's value."""
+    """A positional parameter that moved would get another one's value."""
     module = "srt.layers.attention.triton_backend"
     name = "TritonAttnBackend._update_target_verify_buffers"
     as_it_is = ("bs", "seq_lens", "req_pool_indices", "spec_info")
@@ -79,7 +79,7 @@ def test_contract_lists_calls_that_changed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_contract_knows_fields_methods_and_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a dataclass, a struct, an enumeration, a module with buffers, a named tuple."""
+    """Covers a dataclass, a struct, an enum, a module with buffers and a named tuple."""
     found = {
         "a": Symbol(
             "srt.model_executor.model_runner", "ModelRunnerOutput", attributes=("logits_output",)

@@ -1,9 +1,9 @@
-"""Unseeded sampling: what blocks commit is distributed as plain decoding would sample it.
+"""Unseeded sampling: committed tokens are distributed as plain decoding would sample them.
 
-A toy target whose next token depends on the last one alone, so that the exact probability of every
-pair of tokens is known; SGLang's sampler or our draws, and our walk do the rest, 40,000 chains at
-once. The drafts are a drafter's argmax tokens, or sampled: these are kept by block verification, or
-with top_k where they match the target's draws, which share their noise.
+The next token of the toy target depends only on the last one, so the exact probability of every
+pair of tokens is known. SGLang's sampler or ours, and our acceptance, run on 40,000 chains at once.
+Drafts are argmax or sampled. Sampled drafts are kept by block verification, or with top_k where
+they match the target's samples, which share their noise.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SAMPLED = ("temperature 1", "temperature 0.7", "top_k 8, top_p 0.9")
 
 @pytest.fixture
 def sampler(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """SGLang's sampler without its server: the methods are real, the settings are the CPU's."""
+    """SGLang's sampler without a server: the methods are real, the settings are those of a CPU."""
     from sglang.srt.layers import sampler as module
 
     settings = SimpleNamespace(kernel=SimpleNamespace(sampling_backend="pytorch"))
@@ -101,15 +101,15 @@ class Toy:
         torch.manual_seed(0)
         self.logits = torch.randn(VOCAB, VOCAB) * 1.5
         self.batch = make_batch(options)
-        # no target whose logits could be left as its head wrote them
+        # no real target, so no logits in the dtype of its head
         head = VerifyHead(torch.nn.Identity(), TORCH, device_type="cpu")
         self.row_sampler = RowSampler(sampler, head, PenaltyTable(VOCAB, "cpu"))
-        # SGLang's sampler draws, where there is one
+        # SGLang's sampler is used if one is given
         self.is_ours = sampler is None
         self.randomness = StepRandomness(CHAINS, WIDTH, "cpu")
         self.policy = DraftPolicy(CHAINS, "cpu")
         self.change: Callable[[SampledDrafts], SampledDrafts] = lambda drafts: drafts
-        # a drafter that knew the target would draw its very tokens
+        # without an error, the drafter would sample exactly the target's tokens
         self.error = torch.randn(VOCAB) if sampler is None else torch.zeros(VOCAB)
         self.sharpness = 1.0
 
@@ -148,8 +148,7 @@ class Toy:
     def chain(
         self, anchors: torch.Tensor, randomness: Randomness | None
     ) -> tuple[torch.Tensor, ...]:
-        """Return a drafter's tokens after the anchors, [b, B - 1], and what they were chosen from,
-        [b, B - 1, V]."""
+        """Return the drafted tokens after anchors, [b, B - 1], and their logits, [b, B - 1, V]."""
         tokens, seen = [anchors], []
         for i in range(WIDTH - 1):
             shared = randomness and Noise(randomness.keys[:, i : i + 1], randomness.scales)
@@ -158,13 +157,13 @@ class Toy:
         return torch.stack(tokens[1:], dim=1), torch.stack(seen, dim=1)
 
     def is_sampled(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return which requests verify sampled drafts, as the policy has it now."""
+        """Return which requests verify sampled drafts under the current policy."""
         nothing = torch.zeros(len(rows), WIDTH - 1, dtype=torch.int64)
         randomness = Randomness(nothing, nothing, nothing)
         return self.policy.select(rows, DraftOutput(nothing, nothing), randomness).is_sampled
 
     def pairs(self, *, greedy_after_first: bool = False) -> torch.Tensor:
-        """Return how often each pair of first tokens after token 0 came, [V, V]."""
+        """Return how often each pair of first tokens after token 0 came, [V * V]."""
         start = torch.zeros(CHAINS, dtype=torch.int64)
         one = self.step(start, greedy_after_first=greedy_after_first)
         two = self.step(one.bonus, greedy_after_first=greedy_after_first)
@@ -194,7 +193,7 @@ def p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
     possible = expected > 0
     assert counts[~possible].sum() == 0, "a filtered pair was sampled"
     wanted = expected[possible] * counts.sum()
-    # cells of fewer than five are pooled, as the test asks
+    # cells with an expected count below five are pooled, as the chi-squared test requires
     rare = wanted < 5
     found = torch.cat([counts[possible][~rare], counts[possible][rare].sum()[None]]).double()
     wanted = torch.cat([wanted[~rare], wanted[rare].sum()[None]])
@@ -210,13 +209,13 @@ def test_pairs_of_tokens_are_distributed_as_plain_decoding(sampler: Any, name: s
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_so_are_pairs_whose_drafts_are_sampled(name: str) -> None:
-    """Our kernels' twins draw: there is no sampler of SGLang's here."""
+    """The torch twins of our kernels sample here, not SGLang's sampler."""
     toy = Toy(None, CASES[name])
     assert p_value(toy.pairs(), exact_pairs(toy.logits, CASES[name])) > 1e-3
 
 
 def test_requests_of_every_kind_are_sampled_side_by_side() -> None:
-    """A third each is greedy, samples from eight tokens, and from all."""
+    """One third each is greedy, samples with top_k 8, and samples unfiltered."""
     toy = Toy(None, CASES["temperature 1"])
     kinds = [{"temperature": 1.0, "top_k": 1}, CASES["top_k 8, top_p 0.9"], CASES["temperature 1"]]
     infos = [make_batch(options) for options in kinds]
@@ -240,7 +239,7 @@ def test_requests_of_every_kind_are_sampled_side_by_side() -> None:
     sizes = [len(range(i, CHAINS, 3)) for i in range(3)]
     greedy, top_k, unfiltered = found.split(sizes)
     assert (greedy == toy.logits[0].argmax()).all()
-    # of unfiltered samples, the rows behind a dropped draft are nothing
+    # for unfiltered requests, rows after a rejected draft are meaningless
     for sampled, options in ((top_k.flatten(), kinds[1]), (unfiltered[:, 0], kinds[2])):
         expected = exact_pairs(toy.logits, options).view(VOCAB, VOCAB).sum(1)
         assert p_value(torch.bincount(sampled, minlength=VOCAB), expected) > 1e-3
@@ -278,8 +277,8 @@ def test_whole_blocks_keep_more_than_shared_noise_and_that_more_than_other_noise
 def test_drafts_follow_what_was_right_so_far(
     temperature: float, sharpness: float, sampled_is_better: bool
 ) -> None:
-    """A drafter that is less certain than the target had better name its argmax token. Whatever it
-    names, the tokens are distributed as ever."""
+    """A drafter that is less certain than the target does better with argmax drafts. Either way,
+    the distribution of the tokens is unchanged."""
     options = {"temperature": temperature}
     toy = Toy(None, options)
     toy.sharpness, toy.error = sharpness, sharpness * toy.error
@@ -292,10 +291,10 @@ def test_drafts_follow_what_was_right_so_far(
     rows = torch.arange(CHAINS)
     share = toy.is_sampled(rows).float().mean()
     assert share > 0.9 if sampled_is_better else share < 0.1
-    # all began with sampled drafts
+    # all started with sampled drafts
     assert sampled_is_better or lens[-1] > 1.2 * lens[0]
     assert p_value(toy.pairs(), exact_pairs(toy.logits, options)) > 1e-3
-    # a new request begins as others of its temperature do, the first of another with sampled ones
+    # a new request starts like others of its temperature, or with sampled drafts if it is the first
     rows = rows[:2]
     toy.policy.start(rows, torch.tensor([temperature, 1.5]))
     assert toy.is_sampled(rows).tolist() == [sampled_is_better, True]
@@ -340,13 +339,13 @@ def test_what_our_kernels_cannot_sample_gets_no_noise(change: dict[str, Any]) ->
     for name, value in change.items():
         setattr(toy.batch.sampling_info, name, value)
     assert toy.randomness.draw(plan_of(toy.batch)) is None
-    # what a captured graph goes on reading is without effect
+    # the noise that a captured graph keeps reading has no effect
     assert toy.randomness.for_batch(3).scales.tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("name", ["temperature 1"])
 def test_the_check_sees_a_wrong_rule(sampler: Any, name: str) -> None:
-    """Sampling the first row only, and taking the argmax token after it."""
+    """The wrong rule samples the first row only and takes the argmax token after it."""
     toy = Toy(sampler, CASES[name])
     counts = toy.pairs(greedy_after_first=True)
     assert p_value(counts, exact_pairs(toy.logits, CASES[name])) < 1e-6

@@ -1,4 +1,4 @@
-"""What the doctor says about this installation, and about pairs that fit or do not."""
+"""What the doctor reports about this installation, and about pairs that fit or do not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_doctor_finds_a_good_pair_well(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["doctor", *PAIR, "--gpu-memory-gb", "80", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {f["state"] for f in told["findings"]} <= {"ok", "note"}
-    # 8 layers of 2 heads of 64, keys and values, two bytes each; the drafter has 2 such layers
+    # 8 layers of 2 KV heads of 64, keys and values, two bytes each; the drafter has 2 such layers
     assert told["plan"]["memory"]["target KV per token, full_attention"] == "4096 bytes"
     assert told["plan"]["memory"]["draft KV per token"] == "1024 bytes"
     assert "--speculative-draft-model-path" in told["plan"]["launch"]
@@ -78,7 +78,7 @@ def test_the_command_fits_the_card_that_was_asked_about(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about an environment for a CPU")
 def test_doctor_is_content_with_the_environment_of_make() -> None:
-    """Its stand-ins are on the path, and nothing else says that this is a CPU."""
+    """Its stand-ins are on the path, and nothing else selects the CPU."""
     stand_ins = ROOT / "sglang_dflash" / "glue" / "cpu" / "path"
     env = {**os.environ, "PYTHONPATH": f"{stand_ins}:{ROOT}"}
     env.pop("SGLANG_USE_CPU_ENGINE", None)
@@ -145,7 +145,7 @@ def test_doctor_blocks_a_target_with_recurrent_layers(
 
 
 def test_kv_of_gemma_4_is_counted_by_kind_of_layer(capsys: pytest.CaptureFixture[str]) -> None:
-    """31B: 50 sliding layers of 16 heads of 256, 10 full ones of 4 heads of 512."""
+    """31B: 50 sliding layers with 16 KV heads of 256, 10 full layers with 4 KV heads of 512."""
     shapes = ROOT / "benchmarks" / "shapes"
     pair = ["--model-path", str(shapes / "gemma4-31b")]
     pair += ["--speculative-draft-model-path", str(shapes / "gemma4-31b-draft")]
@@ -158,7 +158,7 @@ def test_kv_of_gemma_4_is_counted_by_kind_of_layer(capsys: pytest.CaptureFixture
 def test_weights_that_are_not_here_are_counted_from_the_config(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Qwen3-8B: 8.19 billion parameters of two bytes; 36 layers of 8 heads of 128."""
+    """Qwen3-8B: 8.19 billion parameters of two bytes; 36 layers with 8 KV heads of 128."""
     shapes = ROOT / "benchmarks" / "shapes"
     pair = ["--model-path", str(shapes / "qwen3-8b")]
     pair += ["--speculative-draft-model-path", str(shapes / "qwen3-8b-draft")]
@@ -173,6 +173,6 @@ def test_weights_that_are_not_here_are_counted_from_the_config(
     assert "GiB of weights leave no room in 0.85 of 16 GiB" in capsys.readouterr().out
     assert main(["doctor", *pair, "--gpu-memory-gb", "16", "--tp-size", "2"]) == 0
     assert "GiB of 2 times 16 GiB" in capsys.readouterr().out
-    # how small it will be is not known before it is loaded
+    # the quantised size is unknown until the model is loaded
     assert main(["doctor", *pair, "--gpu-memory-gb", "16", "--quantization", "fp8"]) == 0
     assert "not judged" in capsys.readouterr().out

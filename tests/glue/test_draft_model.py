@@ -1,4 +1,4 @@
-"""A drafter's weights at any tensor-parallel size: whole in the checkpoint, shared by ranks."""
+"""A drafter's weights at any tensor-parallel size: whole in the checkpoint, sharded over ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sglang_dflash.glue.models.draft_model import DFlashDraftModel
 from sglang_dflash.pairs import tiny_drafter
 from tests.tiny_models import make_drafter
 
-# four query and two key heads: at 4 every key head stands on two ranks
+# four query and two KV heads: at 4 every KV head is replicated on two ranks
 TP_SIZES = [1, 2, 4]
 PARTS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def build(tp_size: int, tp_rank: int, config: Any = None) -> DFlashDraftModel:
-    """Return an empty drafter as one rank of so many has it."""
+    """Return an empty drafter as rank `tp_rank` of `tp_size` builds it."""
     from sglang.srt.runtime_context import get_context
 
     config = config or AutoConfig.from_pretrained(tiny_drafter())
@@ -38,7 +38,7 @@ def checkpoint(folder: Path | None = None) -> dict[str, Tensor]:
 
 
 def padded_config(folder: Path, tp_size: int) -> Any:
-    """Return a drafter's config as SGLang passes it on a CPU, where it pads what ranks divide."""
+    """Return a drafter's config as SGLang passes it on a CPU, where it pads sharded dimensions."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
@@ -76,7 +76,7 @@ def test_ranks_together_hold_the_checkpoint(tp_size: int) -> None:
 @pytest.mark.parametrize("tp_size", TP_SIZES)
 @pytest.mark.parametrize("part", [*PARTS, "input_layernorm", "fc"])
 def test_a_wrong_shape_is_told_whole(tp_size: int, part: str) -> None:
-    """Too small or too large, the loaders of a shard would pad and cut without a word."""
+    """The shard loaders would silently pad a tensor that is too small and cut one too large."""
     weights = checkpoint()
     name = next(name for name in weights if f"{part}.weight" in name)
     right = weights[name]
@@ -90,7 +90,7 @@ def test_a_wrong_shape_is_told_whole(tp_size: int, part: str) -> None:
 
 
 def test_padding_for_a_cpu_is_not_asked_of_the_checkpoint(tmp_path: Path) -> None:
-    """One key head for two ranks, and an MLP of no multiple of 64."""
+    """One KV head for two ranks, and an MLP width that is not a multiple of 64."""
     folder = make_drafter(tmp_path, num_key_value_heads=1, intermediate_size=200)
     for rank in range(2):
         config = padded_config(folder, 2)

@@ -1,4 +1,4 @@
-"""Which targets a drafter can serve: asked of SGLang, from a config alone."""
+"""Which targets a drafter can serve: determined through SGLang, from a config alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.tiny_models import HYBRIDS, write_hybrid_config
 
 @pytest.mark.parametrize("model_type", HYBRIDS)
 def test_a_target_with_recurrent_layers_is_refused(tmp_path: Path, model_type: str) -> None:
-    """Nothing moves its state to the last accepted token, so its text would be wrong."""
+    """Nothing rolls its state back to the last accepted token, so its text would be wrong."""
     folder = write_hybrid_config(tmp_path / model_type, model_type)
     config = compat.get_config(str(folder), trust_remote_code=False)
     architecture = HYBRIDS[model_type]["architectures"][0]

@@ -1,7 +1,7 @@
-"""Choices, drafts and draft KV are the same whether the end of a graph has made them or not.
+"""Choices, drafts and draft KV are the same whether the tail of a CUDA graph made them or not.
 
-Every weight here requires gradients, and no test turns them off where SGLang would not: it calls
-the ends of graphs outside of any `no_grad`, and Gemma's tied embedding requires gradients there.
+Every weight here requires gradients, and no test disables them where SGLang would not: it calls
+graph tails outside of any `no_grad`, and Gemma's tied embedding requires gradients there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def weight(*shape: int) -> torch.nn.Parameter:
 @pytest.fixture
 def draft_runner() -> Any:
     torch.manual_seed(0)
-    # all layers of a drafter turn alike
+    # all layers of a drafter share one RoPE
     rotary = SimpleNamespace(cos_sin_cache=torch.randn(50, DIM))
 
     def layer(index: int) -> Any:
@@ -65,7 +65,7 @@ def verify_graphs(cache: DraftCache) -> VerifyGraphs:
 
 @pytest.fixture
 def block_head(draft_runner: Any) -> BlockHead:
-    # four rows that no token uses
+    # four rows of vocabulary padding
     lm_head = SimpleNamespace(weight=weight(VOCAB + 4, HIDDEN))
     head = DraftHead(SimpleNamespace(lm_head=lm_head), VOCAB, TORCH)
     return BlockHead(head, block_size=4, logit_cap=0.0)
@@ -84,7 +84,7 @@ def written(draft_runner: Any, writer: DraftCache | BatchHost, features: Tensor)
 
 
 def host_after_verify(cache: DraftCache, graphs: VerifyGraphs, *, in_graph: bool) -> BatchHost:
-    """A step's host whose verify pass ran inside or outside a graph; its plan was made before."""
+    """Return a step's host after verify ran inside or outside a graph, with a sampling plan."""
     output = SimpleNamespace(hidden_states=None, next_token_logits=None)
     result = SimpleNamespace(logits_output=output, can_run_cuda_graph=in_graph)
     runtime: Any = SimpleNamespace(
@@ -125,7 +125,7 @@ def test_the_end_of_a_graph_chooses_and_projects(
     left = verify_graphs.outputs_of(SimpleNamespace(can_run_cuda_graph=True))
     assert left is not None
     assert left.choices.tolist() == logits.argmax(-1).tolist()
-    # a larger batch than any graph: what a graph left is of another step
+    # a batch larger than any graph: the graph outputs belong to another step
     host = host_after_verify(cache, verify_graphs, in_graph=False)
     other = torch.randn(4, 2 * HIDDEN)
     torch.testing.assert_close(
@@ -146,7 +146,7 @@ def test_without_graphs_features_are_projected_when_they_are_written(
 def test_the_end_of_a_draft_graph_leaves_the_drafts_and_what_they_were_chosen_from(
     draft_runner: Any, block_head: BlockHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the products of a CPU's server
+    # disable the packed GEMMs of a CPU server
     monkeypatch.setattr(products, "multiply", lambda _x, _weight: None)
     hidden = torch.randn(8, HIDDEN)
     randomness, graphs = StepRandomness(2, 4, "cpu"), DraftGraphs(block_head)

@@ -1,4 +1,4 @@
-"""Which heads of a target a drafter can use, and which part of the vocabulary they hold."""
+"""Which LM heads of a target a drafter can use, and which part of the vocabulary they hold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def draft_head(lm_head: Any) -> heads.DraftHead:
 
 
 def parallel_head(monkeypatch: pytest.MonkeyPatch, *, rank: int, size: int) -> Any:
-    """Return SGLang's head as one of so many ranks has it."""
+    """Return SGLang's head as rank `rank` of `size` has it."""
     module = compat.VocabParallelEmbedding.__module__
     parallel = SimpleNamespace(tp_rank=rank, tp_size=size, attn_tp_rank=rank, attn_tp_size=size)
     monkeypatch.setattr(f"{module}.get_parallel", lambda: parallel)
@@ -41,12 +41,12 @@ def test_a_parallel_head_says_which_tokens_it_holds(monkeypatch: pytest.MonkeyPa
     lm_head = parallel_head(monkeypatch, rank=1, size=2)
     found = draft_head(lm_head)
     assert not found.sees_all
-    # 100 tokens are padded to 128, of which the second rank has 36 in use
+    # 100 tokens are padded to 128; the second rank holds the last 36
     assert (found._start, found._size) == (64, 36)
 
 
 def test_a_parallel_head_without_its_indices_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taken for a whole vocabulary, a rank's part would give another token's number."""
+    """If a rank's shard were taken for the whole vocabulary, it would give wrong token ids."""
     lm_head = parallel_head(monkeypatch, rank=1, size=2)
     del lm_head.shard_indices
     with pytest.raises(AttributeError, match="shard_indices"):
@@ -77,7 +77,7 @@ def test_a_part_of_a_vocabulary_that_says_nothing_is_refused() -> None:
 def test_sglangs_logits_are_kept_with_a_reason(
     device: str, settings: list[dict[str, Any]], reason: str | None
 ) -> None:
-    """Half a gigabyte of fp32 a step, and nobody would know why."""
+    """Otherwise half a gigabyte of fp32 per step would go unexplained."""
     processors = []
     for changed in settings:
         processor = object.__new__(compat.LogitsProcessor)
@@ -107,7 +107,7 @@ def test_sglangs_logits_are_kept_with_a_reason(
 def test_a_quantised_head_is_refused_with_what_it_is(
     tensors: dict[str, torch.Tensor], found: str
 ) -> None:
-    """It would end in an error of torch while graphs are captured, or in the first step."""
+    """Otherwise torch would raise during graph capture or in the first step."""
 
     class Fp8LinearMethod:
         pass

@@ -1,4 +1,4 @@
-"""The recipes: what they would run, and what they say before anything is loaded."""
+"""The launch recipes: what they would run, and what they report before anything is loaded."""
 
 from __future__ import annotations
 

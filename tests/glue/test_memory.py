@@ -1,4 +1,4 @@
-"""Draft KV and the second block of a step are inside what SGLang plans for."""
+"""SGLang's memory plan includes the draft KV and the second block of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def server_args(**changes: Any) -> Any:
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_slot_table_rows_hold_the_two_blocks_a_step_reserves(page_size: int) -> None:
-    """Without the room, a request near the context length writes into its neighbour's row."""
+    """Without the headroom, a request near the context length writes into its neighbour's row."""
     from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_context_len
 
     headroom = get_req_to_token_extra_context_len(server_args(page_size=page_size))
@@ -39,7 +39,7 @@ def test_headroom_of_other_algorithms_is_left_alone() -> None:
 
 
 def kv_cache_config(algorithm: str, draft_path: Any) -> Any:
-    """What SGLang's pool configurators read, for a hybrid target of 2 full + 4 sliding layers."""
+    """The input of SGLang's pool configurators for a hybrid target of 2 full + 4 sliding layers."""
     model_config = SimpleNamespace(
         full_attention_layer_ids=[2, 5],
         swa_attention_layer_ids=[0, 1, 3, 4],
@@ -83,7 +83,7 @@ def single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hybrid_target_budgets_the_draft_kv_byte_for_byte(models: Any, single_rank: None) -> None:
-    """SGLang 0.5.17 leaves the drafter out here, and the pool outgrows the memory it was given."""
+    """SGLang 0.5.17 ignores the drafter here, and the pool exceeds its memory budget."""
     from sglang.srt.model_executor.pool_configurator import HybridSWAPoolConfigurator
 
     with_drafter = HybridSWAPoolConfigurator(kv_cache_config("DFLASH", str(models / "drafter")))

@@ -21,7 +21,7 @@ from sglang_dflash.train.answers import answer_files, read_answers
 def test_engine_answers_are_those_of_plain_decoding(tmp_path: Path) -> None:
     """If this broke, drafters would be trained on text that a server does not produce.
 
-    In a process of its own: an engine that shuts down ends every child of its process.
+    Runs in a separate process: an engine that shuts down kills every child of its process.
     """
     rows = [json.dumps({"prompt": text}) for text in sample_prompts(8, seed=2)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows))

@@ -1,4 +1,4 @@
-"""The plug-in is in place or the process ends; SGLang's own DFLASH never runs by accident."""
+"""The plug-in attaches or the process exits; SGLang's own DFLASH never runs by accident."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hook_that_does_not_attach_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang logs a failed hook and goes on; we must not."""
+    """SGLang logs a failed hook and continues; we must not."""
     gone = Symbol("srt.speculative.spec_info", "no_such_function")
     monkeypatch.setitem(compat.SYMBOLS, "gone", gone)
     hook = changes.Hook(lambda original: None, "a test")

@@ -1,4 +1,4 @@
-"""Products of a block's rows on a CPU: what torch's own give, and only where they are meant."""
+"""GEMMs of a single block on a CPU: the same results as torch, and used for such blocks only."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def draw(*shape: int) -> Tensor:
 def test_a_block_multiplies_like_torch(bias: bool) -> None:
     x, weight = draw(ROWS, 300), draw(777, 300)
     added = draw(777) if bias else None
-    # packed at the first, read at the second
+    # packed by the first call, reused by the second
     for _ in range(2):
         found = products.multiply(x, weight, added)
         assert found is not None
         torch.testing.assert_close(found, F.linear(x, weight, added), atol=1e-4, rtol=1e-5)
-    # rows that are a slice of others, as hidden states are
+    # rows sliced from a wider tensor, as hidden states are
     wide = draw(ROWS, 600)
     found = products.multiply(wide[:, ::2], weight)
     assert found is not None
@@ -55,7 +55,7 @@ def test_a_server_without_blocks_packs_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_copy_is_forgotten_with_the_weight_it_was_made_of() -> None:
-    """SGLang loads new weights into the same tensors, which leaves no trace on them."""
+    """SGLang loads new weights into the same tensors, so the update cannot be detected on them."""
     layer = torch.nn.Linear(300, 777, bias=False)
     x = draw(ROWS, 300)
     for seed in (1, 2):

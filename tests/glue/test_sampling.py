@@ -1,4 +1,4 @@
-"""What a row of a block sees before it is sampled, against SGLang one token at a time."""
+"""Logit processing of each row of a block, against SGLang one token at a time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_reqs() -> list[Any]:
 
 
 class Batch:
-    """What SGLang's penalisers ask of a batch; they keep a weak reference."""
+    """The part of a batch that SGLang's penalisers read; they keep a weak reference."""
 
     device = "cpu"
 
@@ -56,7 +56,7 @@ class Batch:
 
 
 def plain_logits(reqs: list[Any], history: list[list[int]], logits: torch.Tensor) -> torch.Tensor:
-    """Return what SGLang's penalisers make of logits after each request's tokens."""
+    """Return the logits as SGLang's penalisers change them after each request's tokens."""
     from sglang.srt.sampling import penaltylib
 
     kinds = {
@@ -92,7 +92,7 @@ def test_rows_are_penalised_as_if_the_drafts_before_them_were_generated() -> Non
     history = [[int(token)] for token in first]
     width = 4
     for step in range(3):
-        # few symbols, so that tokens repeat
+        # few distinct values, so that tokens repeat
         drafts = torch.randint(0, 10, (len(reqs), width - 1))
         anchors = torch.tensor([tokens[-1] for tokens in history])
         block = torch.cat([anchors[:, None], drafts], dim=1)
@@ -168,11 +168,11 @@ def test_each_row_allows_what_the_grammar_allows_after_its_drafts() -> None:
     everything = list(range(10))
     assert allowed[0] == [[3, 4, 5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [7, 8, 9], everything]
     assert allowed[1] == [everything] * 4
-    # its first draft is forbidden: later rows cannot be reached
+    # the first draft is forbidden, so later rows are unreachable
     assert allowed[2][0] == [6, 7, 8, 9] and allowed[2][1:] == [everything] * 3
     # the second draft ends the text
     assert allowed[3] == [[2, 3, 4, 5, 6, 7, 8, 9], [5, 6, 7, 8, 9], everything, everything]
-    # only committed tokens may move a grammar
+    # only committed tokens may advance a grammar
     assert [g.taken for g in grammars if g] == [[2], [5], [1]]
 
 
@@ -240,7 +240,7 @@ def test_everything_else_is_served() -> None:
 
 
 def test_seeded_noise_is_sglangs_own() -> None:
-    """The stand-in on a CPU against SGLang's kernel, in Triton's interpreter."""
+    """The CPU stand-in against SGLang's kernel in Triton's interpreter."""
     code = """
 import torch
 from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32

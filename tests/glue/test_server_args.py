@@ -1,4 +1,4 @@
-"""What a user can get wrong on the command line is refused before anything loads."""
+"""Mistakes on the command line are refused before anything loads."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def parse(models: Path, *extra: str, drafter: Path | str | None = None) -> Any:
     try:
         return prepare_server_args([*args, *extra])
     except SystemExit as ended:
-        # the sentence that a command line ends with
+        # the message that the command exits with
         raise ValueError(ended.code) from None
 
 
 def changed_drafter(models: Path, folder: Path, **changes: Any) -> Path:
-    """Copy the drafter with other keys in its config.json; None removes a key."""
+    """Copy the drafter with changed keys in its config.json; None removes a key."""
     shutil.copytree(models / "drafter", folder)
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
@@ -136,7 +136,7 @@ def test_chunks_that_would_let_a_prompt_wait_for_ever_are_refused(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deterministic = ["--enable-deterministic-inference", "--chunked-prefill-size", "64"]
-    parse(models, *deterministic)  # torch_native cuts prompts anywhere
+    parse(models, *deterministic)  # torch_native can split a prompt anywhere
     on_triton = [*deterministic, "--attention-backend", "triton"]
     on_triton += ["--speculative-draft-attention-backend", "torch_native"]
     with pytest.raises(ValueError, match="more than --chunked-prefill-size 64 would wait for ever"):
@@ -208,7 +208,7 @@ def test_drafter_that_does_not_fit_is_refused(
 
 
 def test_a_drafter_is_read_again_after_sglang_has_written_into_its_config(models: Path) -> None:
-    """SGLang keeps one config object a process, and its own notes in it."""
+    """SGLang keeps one config object per process and writes its own keys into it."""
     args = parse(models)
     config = compat.get_config(
         args.speculative_draft_model_path,

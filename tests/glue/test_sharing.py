@@ -1,4 +1,4 @@
-"""How many servers benchmarks/sharing.py starts at once, by what the doctor knows of a pair."""
+"""How many servers benchmarks/sharing.py starts at once, by the doctor's estimate for a pair."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKENS = sharing.pool_tokens(32, 512 + 1033)
 
 def test_a_server_holds_weights_and_the_pool() -> None:
     found = sharing.server_gib(SHAPES / "qwen3-8b", SHAPES / "qwen3-8b-draft", TOKENS)
-    # 15.3 and 2.0 of weights; 36 and 5 layers of 8 heads, 128 wide, keys and values in bf16
+    # 15.3 and 2.0 GiB of weights; 36 and 5 layers with 8 KV heads of 128, keys and values in bf16
     kv = TOKENS * (36 + 5) * 8 * 128 * 2 * 2 / 2**30
     assert found == pytest.approx(15.26 + 1.95 + kv + sharing.OTHER_GIB, abs=0.05)
 

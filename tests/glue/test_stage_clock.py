@@ -1,4 +1,4 @@
-"""Stage times on a GPU that runs behind its host: exact, and never waited for."""
+"""Stage times on a GPU that runs behind its host: exact, and measured without synchronising."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STAGE_MS = {"draft": 2.0, "verify": 15.0, "commit": 0.5}
 
 
 class LateGpu:
-    """Events in the order they were recorded; those up to `passed` have happened."""
+    """Events in the order they were recorded; the first `passed` have completed."""
 
     def __init__(self) -> None:
         self.recorded = 0
@@ -36,7 +36,7 @@ class LateEvent:
         return self.place < self.gpu.passed
 
     def elapsed_time(self, end: LateEvent) -> float:
-        # on a real device this is an error, too
+        # this is an error on a real device, too
         assert self.query() and end.query(), "asked for a time that has not passed"
         return STAGE_MS[STAGES[self.place % (len(STAGES) + 1)]]
 
@@ -54,7 +54,7 @@ def test_stages_are_timed_without_waiting(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
     clock, marks = StageClock("cuda"), len(STAGES) + 1
     for step in range(10):
-        # three steps behind, and in the middle of one
+        # three steps behind, in mid-step
         gpu.passed = max(0, (step - 3) * marks + 2)
         for _ in range(marks):
             clock.mark()

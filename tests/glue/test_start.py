@@ -1,4 +1,4 @@
-"""A start that cannot succeed ends before anything is loaded, with one sentence."""
+"""A launch that cannot succeed ends before anything is loaded, with a one-sentence message."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def command_line(target: Path, drafter: Path) -> list[str]:
 
 @pytest.mark.parametrize("absent", ["llama", "drafter"])
 def test_a_folder_that_is_not_there_is_called_so(models: Path, absent: str) -> None:
-    """SGLang would take it for the name of a model, and say how names are spelt."""
+    """SGLang would take it for a model name and complain about the form of the name."""
     paths = {"llama": models / "llama", "drafter": models / "drafter", absent: Path("/no/where")}
     with pytest.raises(SystemExit, match="/no/where cannot be read: there is no such folder. Pass"):
         compat.prepare_server_args(command_line(paths["llama"], paths["drafter"]))
@@ -54,7 +54,7 @@ def test_a_weight_file_that_is_cut_short_is_named(models: Path, tmp_path: Path, 
 
 
 def test_a_python_program_can_catch_the_refusal(models: Path) -> None:
-    """An offline engine must not end the program that asks for it."""
+    """An offline engine must not end the program that creates it."""
     with pytest.raises(ValueError, match="there is no such folder"):
         compat.ServerArgs(**arguments(models / "llama", Path("/no/where")))
 
@@ -94,7 +94,7 @@ def test_the_process_ends_with_the_sentence_alone() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about an environment for a CPU")
 def test_serve_passes_the_doctor_in_the_environment_of_make() -> None:
-    """The sentence at its end is one that only a server's own start knows."""
+    """The final message can only come from the launch of the server itself."""
     stand_ins = ROOT / "sglang_dflash" / "glue" / "cpu" / "path"
     env = {**os.environ, "PYTHONPATH": f"{stand_ins}:{ROOT}"}
     env.pop("SGLANG_USE_CPU_ENGINE", None)

@@ -1,4 +1,4 @@
-"""An update of weights that captured graphs would not see is a failure, and named."""
+"""A weight update that captured CUDA graphs would not see is reported as a failure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Scheduler:
 
 
 class Worker:
-    """A target with one weight, which an update replaces in place or by another tensor."""
+    """A target with one weight, which an update replaces in place or with another tensor."""
 
     def __init__(
         self, *, in_place: bool, graph: object | None, scheduler: Scheduler | None = None
@@ -92,7 +92,7 @@ def test_weights_that_moved_are_a_failure_with_graphs(source: str) -> None:
     assert not success
     assert "1 weights (weight is one) were not replaced in place" in message
     assert "restart the server" in message
-    # prefixes of the old weights must not meet some of the new
+    # cached prefixes of the old weights must not be mixed with new weights
     assert worker.scheduler.flushes == [False]
 
 
@@ -108,13 +108,13 @@ def test_other_weights_are_updated(in_place: bool, graph: object | None) -> None
     worker = Worker(in_place=in_place, graph=graph)
     success, message = update(worker)
     assert success and "The drafter keeps its own" in message
-    # SGLang flushes after a success
+    # SGLang itself flushes after a success
     assert worker.scheduler.flushes == []
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_of_answered_requests_does_not_refuse_an_update(overlap: bool) -> None:
-    """Whoever updates right after an answer finds its request still in the scheduler's batches."""
+    """Right after an answer, its request is still in the scheduler's batches."""
     batch = Batch(True, True)
     scheduler = Scheduler(batch, overlap=overlap)
     assert not scheduler.is_fully_idle()

@@ -1,7 +1,7 @@
-"""Running Triton kernels in tests: compiled where there is a GPU, interpreted everywhere.
+"""Running Triton kernels in tests: compiled on a GPU, interpreted without one.
 
-Triton reads TRITON_INTERPRET when it is first imported, so interpreting needs a process of its own:
-`hold_in_the_interpreter` runs a test file again with the variable set.
+Triton reads TRITON_INTERPRET when it is first imported, so interpreting needs a separate process:
+`hold_in_the_interpreter` reruns a test file with the variable set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 def runs_kernel(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that launches: without the interpreter it needs a GPU."""
+    """Mark a test that launches a kernel: without the interpreter it needs a GPU."""
     return test if INTERPRETED else pytest.mark.gpu(test)
 
 
@@ -32,7 +32,7 @@ if INTERPRETED:
     plain_dot = interpreter.InterpreterBuilder.create_dot
 
     def dot(self, a, b, *rest):  # type: ignore[no-untyped-def]
-        """Widen bf16, which the interpreter keeps as bits and would multiply as integers."""
+        """Widen bf16, which the interpreter stores as bits and would multiply as integers."""
         wide = [
             interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
             if x.dtype.scalar == tl.bfloat16
@@ -45,7 +45,7 @@ if INTERPRETED:
 
 
 def hold_in_the_interpreter(test_file: str) -> None:
-    """Run every kernel test of a file interpreted. CI has no GPU: its only look at the kernels."""
+    """Run a file's kernel tests interpreted. CI has no GPU, so this is its only kernel coverage."""
     if torch.cuda.is_available():
         pytest.skip("a GPU runs the kernels themselves")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,6 +1,6 @@
-"""Every kernel compiles for the cards it is for: that takes no GPU.
+"""Every kernel compiles for its target GPUs, which takes no GPU.
 
-The interpreter, which shows what a kernel computes, also runs what Triton's compiler would refuse.
+The interpreter checks what a kernel computes, but also runs code that Triton cannot compile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.kernels.interpreter import INTERPRETED
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
 BLOCK, REQUESTS = 16, 3
-# heads as they are, what the host must multiply small
+# real head shapes, but small GEMMs, which run on the host
 SIZES = op_inputs.Sizes(hidden=512, mlp=1024, vocabulary=5000, context=64, weight_copies=1)
 
 
@@ -40,7 +40,7 @@ def capability(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def compiled(capability: int, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Compile whatever is launched, and launch nothing; the set is of what was."""
+    """Compile every launched kernel instead of running it; the set holds their names."""
     target = GPUTarget("cuda", capability, 32)
     found: set[str] = set()
 
@@ -72,7 +72,7 @@ def kernel_modules() -> list[Any]:
 
 
 def launched_kernels() -> set[str]:
-    """Return every kernel of the package that is launched from Python, by its grid."""
+    """Return every kernel that the package launches from Python, found by its grid."""
     found = set()
     for module in kernel_modules():
         indexed = re.findall(r"\b(\w+)\[", Path(module.__file__).read_text())
@@ -86,7 +86,7 @@ def test_every_kernel_compiles(compiled: set[str], capability: int) -> None:
     launch_products()
     launch_attention(torch.bfloat16, torch.bfloat16)
     if capability >= 90:
-        # an A100 has no such numbers
+        # an A100 has no fp8
         launch_attention(torch.bfloat16, torch.float8_e4m3fn)
     assert compiled == launched_kernels()
 

@@ -1,4 +1,4 @@
-"""The kernels of a whole layer at few rows against their twins."""
+"""The kernels of a whole layer, at few rows, against their torch twins."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 16, 23, 64])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_parts_of_a_thin_product_add_up(splits: int, rows: int, dtype: torch.dtype) -> None:
-    """Seven blocks of depth in three parts, and a width that no tile divides."""
+    """Split-K with seven K blocks in three splits, and a width that no tile divides."""
     torch.manual_seed(rows)
     x, weight = draw(rows, 224, dtype=dtype), draw(200, 224, dtype=dtype)
     parts = multiply(x, weight, Tile(64, 32, splits, 4, 3, prefetch=64))
     assert parts.shape == (splits, rows, 200)
     exact = x.double() @ weight.double().T
-    # fp32 sums of 224 products of order one; a single part is rounded to x's type
+    # fp32 sums of 224 products of order one; a single split is rounded to x's dtype
     assert parts.dtype == (dtype if splits == 1 else torch.float32)
     rounding = 1e-4 if parts.dtype == torch.float32 else 2**-7
     torch.testing.assert_close(parts.sum(0).double(), exact, atol=2e-4, rtol=rounding)
@@ -53,7 +53,7 @@ def test_norm_and_rotate_qkv(q_heads: int, kv_heads: int, dim: int, dtype: torch
         "eps": 1e-6,
     }
     positions = torch.randint(0, 50, (5,), device=DEVICE)
-    # a slice of a wider buffer, whose other columns must stay
+    # a slice of a wider buffer, whose other columns must not change
     wide = draw(5, (q_heads + 2 * kv_heads) * dim + 7, dtype=dtype)
     found, expected = wide.clone(), wide.clone()
     norm_and_rotate_qkv(found[:, :-7], positions, **arguments)
@@ -83,7 +83,7 @@ def test_norm_add_norm(experts: bool, following: int, splits: int, dtype: torch.
     }
     found = norm_add_norm(parts, residual, **arguments)
     expected = reference.norm_add_norm(parts, residual, **arguments)
-    # one unit in the last place where sums come in another order
+    # one ulp where the summation order differs
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 

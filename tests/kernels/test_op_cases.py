@@ -1,4 +1,4 @@
-"""The cases that benchmarks/kernels.py times: ours gives what the twin gives, at small sizes."""
+"""The cases that benchmarks/kernels.py times: our op matches its torch twin at small sizes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_case_runs_with_our_ops_and_with_the_twins() -> None:
             twin = case.twin and case.twin(turn)
         if isinstance(ours, torch.Tensor) and isinstance(twin, torch.Tensor):
             torch.testing.assert_close(ours.to(twin.dtype), twin, atol=0.1, rtol=0.05)
-    # the products are served by the library at these sizes
+    # the library serves the GEMMs at these sizes
     assert len(found) == 16
 
 

@@ -1,4 +1,4 @@
-"""The small kernels of a step against their twins, bit for bit where nothing is summed."""
+"""The small kernels of a step against their torch twins, bit for bit where nothing is summed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def draw(high: int, *shape: int) -> torch.Tensor:
 
 
 def assert_same(one: object, two: object) -> None:
-    """Same values and types, exactly."""
+    """Assert exactly equal values and dtypes."""
     torch.testing.assert_close(one, two, atol=0, rtol=0)
 
 
@@ -43,10 +43,10 @@ def test_build_block(requests: int, width: int) -> None:
 @runs_kernel
 @pytest.mark.parametrize("width", [2, 7, 16, 32])
 def test_accept_block(width: int) -> None:
-    """Two symbols only, so that every number of correct drafts occurs."""
+    """Only two token ids, so that every number of correct drafts occurs."""
     torch.manual_seed(width)
     token_ids, choices = draw(2, 300, width), draw(2, 300, width)
-    # a few blocks that are right to the end, and some wrong at once
+    # some blocks all correct, some wrong from the first draft
     token_ids[:20, 1:] = choices[:20, :-1]
     token_ids[20:30, 1:] = choices[20:30, :-1] + 1
     lens, slots = draw(90, 300), draw(1000, 300, width) + 1
@@ -56,7 +56,7 @@ def test_accept_block(width: int) -> None:
     assert (one[0][:20] == width).all() and (one[0][20:30] == 1).all()
     forced = draw(width, 300).int()
     assert_same(*(ops.accept_block(*block, forced) for ops in (TORCH, TRITON)))
-    # every other request is counted, the others are told
+    # every other request has its matches counted, the others a forced number
     forced[::2] = COUNT_MATCHES
     mixed, two = (ops.accept_block(*block, forced) for ops in (TORCH, TRITON))
     assert_same(mixed, two)
@@ -74,7 +74,7 @@ def test_context_hidden(dtype: torch.dtype) -> None:
         "norm_weight": torch.randn(96, device=DEVICE, dtype=dtype),
     }
     one, two = (ops.context_hidden(features, **weights, eps=1e-6) for ops in (TORCH, TRITON))
-    # the sum of 96 squares in another order: one unit in the last place
+    # 96 squares summed in another order: one ulp
     torch.testing.assert_close(two, one, atol=1e-6, rtol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
@@ -86,7 +86,7 @@ def test_write_context(kv_heads: int, dim: int, dtype: torch.dtype) -> None:
     layers, rows, total = 3, 6, 20
     projected = torch.randn(layers, rows, 2 * kv_heads * dim, device=DEVICE, dtype=dtype)
     positions = draw(50, rows)
-    # two rows that are not kept, at the scratch slot
+    # two rejected rows, at the scratch slot
     slots = torch.tensor([4, 0, 19, 7, 0, 1], device=DEVICE)
     angles = torch.arange(50)[:, None] * 1000.0 ** (-torch.arange(dim // 2) / dim)
     constants = {
@@ -111,7 +111,7 @@ def test_write_context(kv_heads: int, dim: int, dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut rows into so few parts that a part has several blocks, as in large batches."""
+    """Split rows into so few parts that a part has several blocks, as in large batches."""
     from sglang_dflash.kernels.logits import triton as logits
 
     monkeypatch.setattr(logits, "PROGRAMS", 64)
@@ -122,7 +122,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 4096), (2, 9001), (40, 30000)])
 def test_argmax_rows(rows: int, width: int, dtype: torch.dtype) -> None:
-    """Few distinct values, so that most rows have several highest ones."""
+    """Few distinct values, so that most rows have a tied maximum."""
     torch.manual_seed(width)
     logits = (draw(40, rows, width) - 20).to(dtype)
     assert_same(TRITON.argmax_rows(logits), TORCH.argmax_rows(logits))
@@ -142,7 +142,7 @@ def make_noise(*scales: float, rows: int = 16) -> Noise:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 4096), (2, 9001), (11, 9000)])
 def test_argmax_rows_with_noise(rows: int, width: int, dtype: torch.dtype) -> None:
-    """Requests with little, without, and with much noise; fewer rows each than there are keys."""
+    """Requests with little, no and much noise; each has fewer rows than there are keys."""
     torch.manual_seed(width)
     logits = (torch.randn(3 * rows, width, device=DEVICE) * 3).to(dtype)
     noise = make_noise(0.3, 0.0, 1.5)
@@ -162,10 +162,10 @@ def test_argmax_rows_with_noise(rows: int, width: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "width"), [(2, 7), (12, 300), (4, 5001)])
 def test_sample_rows(rows: int, width: int, dtype: torch.dtype) -> None:
-    """The first half of the rows has noise, the second takes the first of the likeliest."""
+    """The first half of the rows has noise, the second takes the first of the tied maxima."""
     torch.manual_seed(width)
     logits = (torch.randn(rows, width, device=DEVICE) * 6).to(dtype)
-    # few distinct values: at most rows the k-th has equals
+    # few distinct values: in most rows the k-th is tied
     logits[rows // 2 :] = (logits[rows // 2 :] / 4).round() * 4
     logits[0, ::3] = float("-inf")
     filters = {
@@ -185,7 +185,7 @@ def test_sample_rows(rows: int, width: int, dtype: torch.dtype) -> None:
 def test_likely_tokens_that_share_a_lane_are_all_seen(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens so far apart that one lane reads them all, so that its best tells of one only."""
+    """Likely tokens so far apart that one lane reads them all, and its maximum shows only one."""
     from sglang_dflash.kernels.sampling import top_k
 
     monkeypatch.setattr(top_k, "BLOCK", 64)
@@ -210,12 +210,13 @@ def test_likely_tokens_that_share_a_lane_are_all_seen(
 @pytest.mark.parametrize(
     ("likely", "rest", "top_k"),
     [
-        # the k-th falls into a tail of equals
+        # the k-th lies in a tied tail
         ((100, 1.0), -20.0, 128),
         ((100, 1.0), float("-inf"), 128),
-        # more equals at the k-th than there are candidates; in the last case they are the likeliest
+        # more ties at the k-th than candidates; in the second case they are the likeliest tokens
         ((260, 10.0), -3.0, 64),
         ((3000, 30.0), -3.0, 1),
+        # ties that fit among the candidates
         ((140, 10.0), -3.0, 128),
         ((200, 10.0), -3.0, 64),
     ],
@@ -225,11 +226,11 @@ def test_likely_tokens_that_share_a_lane_are_all_seen(
 def test_likelier_tokens_remain_however_many_equal_the_kth(
     likely: tuple[int, float], rest: float, top_k: int, dtype: torch.dtype
 ) -> None:
-    """If this broke, a token with nearly all of the mass would never be drawn."""
+    """If this broke, a token with nearly all of the probability mass would never be sampled."""
     width, (count, value) = 6000, likely
     logits = torch.full((4, width), rest, device=DEVICE)
     logits[:, width // 2 : width // 2 + count] = value
-    # behind all its rivals: sure in the first request, as likely as all of these in the second
+    # after all its rivals: certain in the first request, as likely as all of them in the second
     peak = width - 5
     logits[:2, peak] = 30.0
     logits[2:, peak] = value + math.log(count)
@@ -312,8 +313,8 @@ def test_index_prefixes(window: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "width"), [(2, 5), (16, 700), (5, 4100)])
 def test_reject_by_block(rows: int, width: int, dtype: torch.dtype) -> None:
-    """Sampled drafts and others, with little, without and with much noise; a drafter that
-    is near the target, so that every number of drafts is kept; a row that holds no number."""
+    """Sampled and argmax drafts, with little, no and much noise; a drafter close to the target,
+    so that every accept length occurs; rows with NaN."""
     torch.manual_seed(width)
     requests = 9
     noise = make_noise(*[0.3, 0.0, 1.5] * 3, rows=rows + 1)

@@ -1,4 +1,4 @@
-"""Every kernel is called as its twin is: whoever calls an op does not know which one runs."""
+"""Every kernel has the signature of its torch twin: callers do not know which one runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_verify_attention_has_the_signature_of_its_twin() -> None:
 
 
 def test_each_op_says_what_runs_it() -> None:
-    """Thin products, which fall back by shape, name the shapes that are ours."""
+    """Thin GEMMs, which fall back by shape, name the shapes that our kernel serves."""
     found = TritonOps().describe()
     assert set(found) == {*OPS, "verify_attention"}
     products = found.pop("thin_linear")

@@ -1,4 +1,4 @@
-"""The verify kernel against its twin."""
+"""The verify attention kernel against its torch twin."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if INTERPRETED or torch.cuda.is_available():
     from sglang_dflash.kernels.attention.tiles import LayerShape, Tile, can_serve
     from sglang_dflash.kernels.attention.verify import VerifyAttention
 
-# few enough that a handful of keys is cut into several runs
+# enough that a handful of keys is split into several runs
 NUM_SMS = 8
-# error of an output row over its norm, so that long prefixes, whose outputs average out to little,
-# are held to as much as short ones: one key too many of 9000 moves a row by 1.5e-2
+# error of an output row relative to its norm, so that long prefixes, whose outputs average out to
+# small values, are held to the same standard: one extra key in 9000 moves a row by 1.5e-2
 TOLERANCES = {
-    torch.float32: 2e-5,  # 24 bits, summed in another order than the twin's
+    torch.float32: 2e-5,  # 24 bits; the summation order differs from the twin's
     torch.bfloat16: 1e-2,  # weights and output rounded to 8 bits
-    torch.float16: 2e-3,  # and to 11
+    torch.float16: 2e-3,  # likewise to 11 bits
 }
 
 
@@ -78,7 +78,7 @@ class Problem:
 
 
 def make_problem(case: Case, seed: int = 0) -> Problem:
-    """Draw inputs; every slot that no request owns holds NaN, and so does the output."""
+    """Draw inputs; every slot that no request owns is NaN, and so is the output."""
     draw = torch.Generator().manual_seed(seed)
     total, tokens = sum(case.lens), len(case.lens) * case.rows
     num_slots = 2 * total + 8 + tokens
@@ -110,7 +110,7 @@ def make_problem(case: Case, seed: int = 0) -> Problem:
 
 
 def build(case: Case, max_requests: int = 32, num_sms: int = NUM_SMS) -> VerifyAttention:
-    """Build the kernel with scratch full of NaN: a partial result read but not written shows."""
+    """Build the kernel with scratch full of NaN, to expose reads of unwritten partial results."""
     shape = LayerShape(case.heads, case.kv_heads, case.d, case.dv)
     tiles = None
     if INTERPRETED:
@@ -149,13 +149,13 @@ def assert_rows_close(out: torch.Tensor, expected: torch.Tensor) -> None:
 @runs_kernel
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_kernel_matches_its_twin(case: Case) -> None:
-    """A wrong row here is a wrong token there: verification is where tokens are decided."""
+    """A wrong row here is a wrong token in the output: verification decides the tokens."""
     assert_matches_twin(build(case), make_problem(case))
 
 
 @runs_kernel
 def test_however_the_prefixes_are_cut_the_result_is_the_same() -> None:
-    """The number of runs follows the card and the batch; the tokens may not."""
+    """The number of runs depends on the GPU and the batch; the tokens must not."""
     case = Case(lens=(1300, 0, 30), window=1250, heads=2, kv_heads=1, rows=2)
     for num_sms in (1, 2, 5, 64):
         assert_matches_twin(build(case, num_sms=num_sms), make_problem(case))
@@ -163,7 +163,7 @@ def test_however_the_prefixes_are_cut_the_result_is_the_same() -> None:
 
 @runs_kernel
 def test_leftovers_of_a_longer_batch_do_no_harm() -> None:
-    """Scratch and plan are reused from step to step and layer to layer."""
+    """Scratch and plan are reused across steps and layers."""
     longer, shorter = Case(lens=(200, 90, 5)), Case(lens=(40,))
     attention = build(longer)
     assert_matches_twin(attention, make_problem(longer))
@@ -172,7 +172,7 @@ def test_leftovers_of_a_longer_batch_do_no_harm() -> None:
 
 @runs_kernel
 def test_prefix_may_start_at_the_window_or_before_it() -> None:
-    """SGLang hands over the window's slots only, our own callers may hand over all of them."""
+    """SGLang passes only the window's slots; our own callers may pass all of them."""
     case = Case(lens=(90,), window=30, rows=6)
     problem = make_problem(case)
     assert_matches_twin(build(case), problem)
@@ -185,7 +185,7 @@ def test_prefix_may_start_at_the_window_or_before_it() -> None:
 
 @runs_kernel
 def test_rows_of_a_wider_tensor_are_read_and_written_in_place() -> None:
-    """Rows come as slices of the fused projection, so their stride is not their width."""
+    """Rows are slices of the fused projection, so their stride is not their width."""
     case = Case()
     problem = make_problem(case)
     for name in ("query", "block_keys", "block_values", "out"):
@@ -200,7 +200,7 @@ def test_rows_of_a_wider_tensor_are_read_and_written_in_place() -> None:
 @runs_kernel
 @pytest.mark.parametrize("case", [Case(), Case(d=80, dv=48, heads=8), Case(rows=20, window=9)])
 def test_the_blocks_kv_is_written_to_the_cache_on_the_way(case: Case) -> None:
-    """It spares a launch per layer; the next step reads what is written here."""
+    """This saves a launch per layer; the next step reads the KV written here."""
     case = replace(case, dtype=torch.bfloat16)
     problem = make_problem(case)
     tensors = problem.tensors
@@ -222,7 +222,7 @@ def test_the_blocks_kv_is_written_to_the_cache_on_the_way(case: Case) -> None:
 
 @runs_kernel
 def test_a_shape_or_dtype_it_was_not_built_for_does_not_fit() -> None:
-    """True with the wrong numbers would corrupt a conversation without a trace."""
+    """A wrong True would silently corrupt a conversation."""
 
     def fits(case: Case, **changes: torch.Tensor) -> bool:
         t = make_problem(case).tensors | changes
@@ -239,7 +239,7 @@ def test_a_shape_or_dtype_it_was_not_built_for_does_not_fit() -> None:
 
 @runs_kernel
 def test_a_layer_without_a_tile_is_known_before_anything_is_built() -> None:
-    """A multiple-query head of MLA is 576 wide; SGLang's kernel has to serve it."""
+    """MLA's multi-query head has a head dim of 576; SGLang's kernel has to serve it."""
     assert can_serve(LayerShape(16, 1, 512, 512)) and can_serve(LayerShape(16, 16, 192, 128))
     assert not can_serve(LayerShape(16, 1, 576, 512))
     assert not can_serve(LayerShape(6, 4, 128, 128))
@@ -249,7 +249,7 @@ def test_a_layer_without_a_tile_is_known_before_anything_is_built() -> None:
 
 @runs_kernel
 def test_scratch_is_enough_and_is_not_overrun() -> None:
-    """Scratch is sized by a bound on runs, not by the batch: many whole requests may not use it."""
+    """Scratch is sized by a bound on runs, not by the batch: unsplit requests must not use it."""
     case = Case(lens=(1,) * 12 + (300, 1, 250))
     attention = build(case)
     guarded = {}
@@ -294,7 +294,7 @@ if not INTERPRETED:
     def test_shapes_that_are_served_match_on_the_whole_card(
         case: Case, lens: tuple[int, ...]
     ) -> None:
-        """The committed tiles, on every multiprocessor: what the interpreter cannot see."""
+        """The committed tiles on all SMs, which the interpreter cannot cover."""
         case = replace(case, lens=lens, rows=16, dtype=torch.bfloat16)
         num_sms = torch.cuda.get_device_properties(0).multi_processor_count
         attention = build(case, max_requests=512, num_sms=num_sms)

@@ -1,9 +1,8 @@
 """A plug-in for tests on a GPU: SGLang's layers in plain torch, so that fp32 runs.
 
-SGLang's fused norm and activation kernels take half precision only, and the tiles of its attention
-kernels outgrow shared memory where head dims are large and a value has four bytes. The exactness
-tests need fp32, where a difference between two correct computations is far smaller than one between
-two tokens.
+SGLang's fused norm and activation kernels support half precision only, and the tiles of its
+attention kernels exceed shared memory at large head dims in fp32. The exactness tests need fp32,
+where the difference between two correct computations is far smaller than that between two tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def activate() -> None:
         return self.forward_native if has_native else dispatch(self)
 
     MultiPlatformOp.dispatch_forward = dispatch_forward
-    # what a CPU server has anyway: experts with any activation, Gemma 4's router with its scale
+    # as in a CPU server: experts with any activation, Gemma 4's router with its scale
     from sglang_dflash.glue.cpu import experts
 
     experts.install()

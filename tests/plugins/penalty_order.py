@@ -1,8 +1,8 @@
-"""A plug-in for tests: one order of penalties, whatever the process.
+"""A plug-in for tests: the same order of penalties in every process.
 
 SGLang keeps its penalisers in a set of classes. Without overlap scheduling it applies them in that
-set's order, which follows memory addresses and differs from process to process; with overlap the
-additive ones always come first. This makes the second order hold for both.
+set's order, which depends on memory addresses and differs between processes; with overlap the
+additive ones always come first. This plug-in uses the second order for both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A custom logit processor for tests, where both the tests and their servers can import it."""
+"""A custom logit processor for tests, importable by both the tests and their servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 
 class NoEcho(CustomLogitProcessor):
-    """Look at the answer so far: no token of the last `reach` may come again."""
+    """Forbid the last `reach` tokens of the answer so far."""
 
     def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
         for row, params in zip(logits, custom_param_list, strict=True):

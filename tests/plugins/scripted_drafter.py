@@ -1,6 +1,6 @@
 """A plug-in for tests: drafters whose acceptance is known by construction, and a recorder.
 
-A request chooses by its id, which starts with
+A request chooses by the prefix of its id:
     wrong-    every draft is wrong
     right<k>- the first k drafts of every block are right, the next one is wrong
     random-   drafts are drawn at random
@@ -39,7 +39,7 @@ def activate() -> None:
         for i, req in enumerate(self._batch.reqs):
             kind = SCRIPTED.match(req.rid)
             if kind is None:
-                continue  # untouched, and without waiting for the device
+                continue  # untouched, and without a device synchronisation
             start = int(context.lens[i])
             if kind[1] != "record":
                 drafts[i] = drafts.new_tensor(script(kind, req, start, drafts.shape[1], vocab))
@@ -54,7 +54,7 @@ def activate() -> None:
         spoilt = [k for k in ("nan", "inf") for r in self._batch.reqs if r.rid.startswith(f"{k}-")]
         if spoilt:
             features = features.new_full(features.shape, float(spoilt[-1]))
-            # a verify graph has projected the right ones
+            # not the real write: a verify graph has projected the correct features
             self._runtime.draft_cache.write(features, positions, slots)
         else:
             real_write(self, features, positions, slots)
@@ -86,7 +86,7 @@ def answer_to(prompt: list[int]) -> list[int]:
 
 
 def save_draft_kv(host: Any, req: Any, positions: Any, slots: Any) -> None:
-    """Keep the draft KV of everything committed so far; the last step of a request wins."""
+    """Save the draft KV of everything committed so far; the last step of a request wins."""
     import torch
 
     # single-request batches only: the committed rows are those not sent to the scratch slot

@@ -1,11 +1,11 @@
-"""A plug-in for tests on a GPU: a decode step that waits for the device is an error."""
+"""A plug-in for tests on a GPU: a decode step that synchronises with the device is an error."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-# graphs and caches have settled by then
+# graphs and caches are warm by then
 FIRST_CHECKED_STEP = 5
 
 

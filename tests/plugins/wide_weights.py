@@ -1,9 +1,9 @@
 """A plug-in for tests: random weights under which a wrong computation changes the tokens.
 
-`--load-format dummy` draws every parameter, norms included, from within 0.001 of zero: what a layer
-adds is then too small to matter, and a server that attends to the wrong keys answers as a right one
-does. With WIDE_WEIGHTS=1 they are drawn as wide as trained ones, by name, so that every server with
-the same shapes has the same weights.
+`--load-format dummy` draws every parameter, norms included, from within 0.001 of zero. A layer's
+contribution is then negligible, and a server that attends to the wrong keys answers like a correct
+one. With WIDE_WEIGHTS=1 weights are as wide as trained ones and seeded by name, so that all servers
+with the same shapes have the same weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def activate() -> None:
 
 
 def draw_weights(model: Any) -> None:
-    """Fill a model's floating-point parameters and buffers, the same in every process."""
+    """Fill a model's floating-point parameters and buffers, identically in every process."""
     import torch
 
     with torch.no_grad():
@@ -32,9 +32,9 @@ def draw_weights(model: Any) -> None:
             generator = torch.Generator(device=tensor.device)
             generator.manual_seed(zlib.crc32(name.encode()))
             if tensor.ndim < 2:
-                # norms and scales; a bias is small enough for this, too
+                # norms and scales; acceptable for a bias, too
                 tensor.uniform_(0.5, 1.5, generator=generator)
                 continue
-            # logits spread over about 20, so that two tokens are hardly ever a rounding error apart
+            # logits span about 20, so that two tokens are hardly ever within rounding error
             gain = 5.0 if "embed" in name or "lm_head" in name else 1.5
             tensor.normal_(std=gain * tensor.shape[-1] ** -0.5, generator=generator)

@@ -1,4 +1,4 @@
-"""What a server is asked in the smoke, and what must be true of its answers."""
+"""The requests of the smoke test, and the checks on their answers."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ NEW_TOKENS = 24
 PROMPT_LENS = (3, 20, 70, 150, 9, 64, 65, 33, 300, 5, 128, 17)
 SAMPLED = {"temperature": 1.0}
 TOP_K = {"top_k": 40, "top_p": 0.95}
-# so cold that a draw is the greedy token, unless two are within a rounding error
+# so cold that sampling is greedy, unless two tokens are within rounding error
 COLD = {"temperature": 1e-4}
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "penalised": {"temperature": 0.0, "frequency_penalty": 0.7},
-    # longer than an answer
+    # longer than any answer
     "grammar": {"temperature": 0.0, "regex": "[a-z ]{300,400}"},
     "sampled": SAMPLED,
     "top_k": SAMPLED | TOP_K,
 }
 EXACT = ("greedy", "penalised", "grammar")
-RIGHT = (1, 4, 15)  # drafts of a block that a scripted drafter gets right
+RIGHT = (1, 4, 15)  # correct drafts per block of the scripted drafter
 COLD_SHARE = 0.9
 
 Tokens = list[int]
 
 
 def draw_prompts(seed: int = 5) -> list[Tokens]:
-    """Return prompts of tokens that the embedded tokenizer has."""
+    """Return random prompts of tokens in the embedded tokenizer's vocabulary."""
     vocabulary = json.loads((tiny_target() / "config.json").read_text())["vocab_size"]
     chance = random.Random(seed)
     return [[chance.randrange(5, vocabulary) for _ in range(length)] for length in PROMPT_LENS]
@@ -43,7 +43,7 @@ def draw_prompts(seed: int = 5) -> list[Tokens]:
 
 @dataclass
 class Checks:
-    """What was checked of one server: a name, and what is wrong, if anything is."""
+    """The check results of one server: name -> what is wrong, or `ok`."""
 
     found: dict[str, str] = field(default_factory=dict)
 
@@ -62,7 +62,7 @@ class Checks:
 def ask(
     server: Server, prompts: list[Tokens], params: list[dict[str, Any]], rids: list[str] | None
 ) -> list[dict[str, Any]]:
-    """Ask for all at once, each with its own sampling parameters."""
+    """Send all prompts at once, each with its own sampling parameters."""
 
     def one(i: int) -> dict[str, Any]:
         whole = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, **params[i]}
@@ -84,7 +84,7 @@ def ask_plain(plain: Server, prompts: list[Tokens]) -> dict[str, list[Tokens]]:
 def check_exact(
     server: Server, prompts: list[Tokens], wanted: dict[str, list[Tokens]], script: Path
 ) -> dict[str, str]:
-    """Compare a server's answers with plain decoding's, alone and together, whatever is drafted."""
+    """Compare a server's answers with plain decoding's, alone and batched, whatever is drafted."""
     checks = Checks()
     greedy = wanted["greedy"]
     sequences = [prompt + answer for prompt, answer in zip(prompts, greedy, strict=True)]
@@ -117,8 +117,8 @@ def check_exact(
 
 
 def check_answers(server: Server, prompts: list[Tokens], script: Path) -> dict[str, str]:
-    """Ask for every kind alone and together: each answer has its length, and right drafts are
-    accepted. Half precision has near-ties, so that no text is compared."""
+    """Run every kind alone and batched: each answer has the requested length, and correct drafts
+    are accepted. Half precision has near-ties, so no text is compared."""
     checks = Checks()
     for kind, params in KINDS.items():
         for asked in (prompts[:1], prompts):
@@ -131,7 +131,7 @@ def check_answers(server: Server, prompts: list[Tokens], script: Path) -> dict[s
     rids = [f"right15-{i}" for i in range(len(prompts))]
     answers = ask(server, prompts, [KINDS["greedy"]] * len(prompts), rids)
     steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
-    # a near-tie that falls the other way leaves the script, and each later step commits one token
+    # a near-tie that flips leaves the script, and each later step commits one token
     allowed = NEW_TOKENS * len(prompts) * 2 // 3
     wrong = f"{steps} verify steps, more than {allowed}"
     checks.add("drafts of its own tokens are accepted", None if steps <= allowed else wrong)
@@ -139,7 +139,7 @@ def check_answers(server: Server, prompts: list[Tokens], script: Path) -> dict[s
 
 
 def check_worker(server: Server, expected: dict[str, Any]) -> dict[str, str]:
-    """See that our worker answers, with the kernels and the schedule that were asked for."""
+    """Check that our worker answers, with the requested kernels and schedule."""
     ours = server.state().get("sglang_dflash")
     if ours is None:
         return {"our worker": "SGLang's own DFLASH answers"}
@@ -151,7 +151,7 @@ def check_worker(server: Server, expected: dict[str, Any]) -> dict[str, str]:
 
 
 def _agreed(found: Tokens, wanted: Tokens) -> int:
-    """Return how many leading tokens are alike."""
+    """Return the length of the common prefix."""
     pairs = zip(found, wanted, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found), len(wanted)))
 
@@ -162,9 +162,9 @@ def _wrong_lengths(answers: list[Tokens]) -> str | None:
 
 
 def _wrong_steps(answers: list[dict[str, Any]]) -> str | None:
-    """Return what is wrong with the steps of answers whose drafts were right by script."""
+    """Return what is wrong with the step counts of answers with scripted correct drafts."""
     steps = [answer["meta_info"]["spec_verify_ct"] for answer in answers]
     wanted = [-(-(NEW_TOKENS - 1) // (RIGHT[i % len(RIGHT)] + 1)) for i in range(len(answers))]
-    # with overlap a step more may have begun when the last token is known
+    # with overlap one more step may have started when the last token is known
     fits: Callable[[int, int], bool] = lambda found, least: least <= found <= least + 1  # noqa: E731
     return None if all(map(fits, steps, wanted)) else f"{steps} verify steps, not {wanted}"

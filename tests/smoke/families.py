@@ -1,4 +1,4 @@
-"""The families that the recipes name, at their real head shapes, with few layers."""
+"""The model families of the recipes, at their real head shapes, with few layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHAPES = Path(__file__).resolve().parents[2] / "benchmarks" / "shapes"
 FEATURE_LAYERS = [0, 1, 2]
 NUM_LAYERS = 4
 DRAFT_LAYERS = 2
-# what a CPU can run: the same architecture, narrow
+# small enough for a CPU: the same architecture, narrow
 SMALL: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -31,8 +31,8 @@ SMALL_GEMMA: dict[str, Any] = {
     "num_global_key_value_heads": 2,
     "vocab_size_per_layer_input": 2048,
 }
-# in fp32: less than the real ones of what has nothing to do with heads, so that all families fit
-# on a card together. Experts in plain torch are computed one after another
+# in fp32: reduced sizes where attention heads are not concerned, so that all families fit on one
+# GPU together. Experts in plain torch are computed one after another
 FP32: dict[str, Any] = {
     "vocab_size": 32768,
     "vocab_size_per_layer_input": 32768,
@@ -65,7 +65,7 @@ QWEN2: dict[str, Any] = {
 @dataclass(frozen=True)
 class Family:
     """A target's architecture. `shapes` names a folder of benchmarks/shapes for target and
-    drafter; `own` stands in for the target's where no recipe serves this family."""
+    drafter; `own` replaces the target's config if no recipe serves this family."""
 
     name: str
     shapes: str

@@ -1,17 +1,17 @@
-"""Every family that the recipes name, on one GPU, in minutes: does it start, and is it right.
+"""Check that every model family of the recipes starts and is correct, on one GPU, in minutes.
 
     make smoke                                       # on a machine with a GPU and SGLang
-    python -m tests.smoke.run --families gemma4      # one of them, from the root
+    python -m tests.smoke.run --families gemma4      # one family, from the root
 
-Each family is served at its real head shapes with few layers and random weights, three servers at a
-time: plain decoding and DFLASH in fp32 (Triton drafts), whose answers must be equal token for
+Each family is served at its real head shapes with few layers and random weights, by three servers
+at once: plain decoding and DFLASH in fp32 (Triton drafts), whose answers must be equal token for
 token, and DFLASH by launch/serve.sh in bf16 (fa4 drafts). CUDA graphs, overlap scheduling and the
-plan stream are on (no graphs for experts in fp32, of which there are few, and the vocabulary is
-short there); more requests run at once than the largest graph holds. Then the 31B recipe
-starts at its full size, answers an OpenAI client, and its step is timed.
+plan stream are on (in fp32, models with experts run without graphs and have fewer experts, and the
+vocabulary is smaller); more requests run at once than the largest graph holds. Then the 31B recipe
+starts at full size, answers an OpenAI client, and its step is timed.
 
-Writes what passed, seconds, versions and the commit to benchmarks/results/smoke-h200.json (the name
-follows the card), to which `make test` compares the serving path of the tree.
+Writes the results, durations, versions and the commit to benchmarks/results/smoke-h200.json (named
+after the GPU), against which `make test` compares the serving path of the tree.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ PLUGINS = ROOT / "tests" / "plugins"
 LARGEST_GRAPH = 4
 RECIPE = recipes.Cell("gemma4-31b", "bf16", "ours", 8)
 LIMIT_S = 480
-KEPT_LOG = 6000  # characters of a server that failed
+KEPT_LOG = 6000  # characters of a failed server's log
 
 
 class Exact(Server):
-    """fp32, as tests/gpu.sh serves for the exactness tests; on a CPU as launch/cpu.sh does."""
+    """An fp32 server as in the exactness tests (tests/gpu.sh); on a CPU as in launch/cpu.sh."""
 
     script = ROOT / "tests" / "gpu.sh" if torch.cuda.is_available() else Server.script
 
 
 class Deployed(Server):
-    """As a user starts it."""
+    """A server as a user starts it."""
 
     script = ROOT / "launch" / "serve.sh"
 
 
 def start(family: Family, folder: Path, *, small: bool) -> dict[str, Server]:
-    """Start a family's servers, all at once; they are not ready yet."""
+    """Start a family's servers concurrently, without waiting for them."""
     target = family.write_target(folder / "target-fp32", fp32=True, small=small)
     drafter = family.write_drafter(folder / "drafter-fp32", fp32=True, small=small)
     common = ["--load-format", "dummy", "--tokenizer-path", str(tiny_target())]
     common += ["--max-total-tokens", "16384", "--max-running-requests", "16"]
     common += ["--mem-fraction-static", "0.9", "--chunked-prefill-size", "128"]
     graphs = ["--cuda-graph-max-bs", str(LARGEST_GRAPH), "--disable-prefill-cuda-graph"]
-    # experts in plain torch read sizes on the host, which no graph can
+    # experts in plain torch read sizes on the host, which a CUDA graph cannot
     exact = ["--disable-cuda-graph"] if family.has_experts or small else graphs
     env = {"PYTHONPATH": str(PLUGINS), "WIDE_WEIGHTS": "1", **SCHEDULES["plan stream"]}
     model = ["--model-path", str(target)]
@@ -87,14 +87,14 @@ def start(family: Family, folder: Path, *, small: bool) -> dict[str, Server]:
 
 
 def script_folder(folder: Path, name: str) -> Path:
-    """Return where a server's scripted drafter finds its answers."""
+    """Return the folder with the answers of a server's scripted drafter."""
     found = folder / name
     found.mkdir(exist_ok=True)
     return found
 
 
 def expected_worker(family: Family, name: str, *, small: bool) -> dict[str, Any]:
-    """Return what /server_info must say of one of our servers."""
+    """Return what /server_info must report for one of our servers."""
     ops = "torch" if small else "triton"
     found = {
         "ops": ops,
@@ -109,7 +109,7 @@ def expected_worker(family: Family, name: str, *, small: bool) -> dict[str, Any]
 
 
 def run_family(family: Family, *, small: bool = False) -> dict[str, Any]:
-    """Serve a family and return what was checked of each server, and how long it took."""
+    """Serve a family; return the check results of each server and the durations."""
     began = time.monotonic()
     found: dict[str, Any] = {"checks": {}}
     prompts = draw_prompts()
@@ -145,7 +145,7 @@ def run_family(family: Family, *, small: bool = False) -> dict[str, Any]:
 
 
 def run_recipe() -> dict[str, Any]:
-    """Serve the 31B at its full size; return its start, its answer and the time of a step."""
+    """Serve the 31B at full size; return its start-up, its answer and its step time."""
     began = time.monotonic()
     options = recipes.parse(
         ["--recipes", RECIPE.recipe, "--requests", "1", "8", "--port", str(free_port())]
@@ -157,7 +157,7 @@ def run_recipe() -> dict[str, Any]:
 
 
 def is_fine(found: dict[str, Any]) -> bool:
-    """Tell whether nothing went wrong in a family or the recipe."""
+    """Return whether nothing went wrong in a family or the recipe."""
     checks = [result for each in found.get("checks", {}).values() for result in each.values()]
     return "error" not in found and all(result == "ok" for result in checks)
 

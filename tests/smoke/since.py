@@ -1,6 +1,6 @@
-"""Print which files of the serving path have changed since the last smoke on a GPU.
+"""Print which files of the serving path have changed since the last smoke test on a GPU.
 
-Code that runs on a GPU is not done until it ran there; `make test` runs this and does not fail.
+GPU code is not done until it has run on a GPU; `make test` runs this and does not fail.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SERVING_PATH += [f":!sglang_dflash/{part}" for part in BESIDE]
 
 
 def changed_since(commit: str) -> list[str] | None:
-    """Return the files that differ from a commit's, uncommitted ones too; None where the history
-    does not have it."""
+    """Return the files that differ from a commit, uncommitted changes included; None if the
+    history does not have it."""
     command = ["git", "diff", "--name-only", commit, "--", *SERVING_PATH]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return done.stdout.split() if done.returncode == 0 else None

@@ -1,4 +1,4 @@
-"""The rules of the architecture, read from the source."""
+"""The rules of the architecture, checked against the source."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PROGRAMS = sorted(
     path for folder in ("benchmarks", "launch", "tests") for path in (ROOT / folder).rglob("*.py")
 )
 
-# a folder per family of ops, with the torch twins in reference.py beside the Triton kernels; logits
-# is what several families share
+# one folder per op family, with the torch twins in reference.py next to the Triton kernels;
+# logits is shared by several families
 OP_FAMILIES = {
     f"kernels/{name}"
     for name in ("accept", "attention", "block", "context", "gemma_layer", "logits", "sampling")
 }
-# what each part may import of the package; whoever is absent may import anything
+# what each part may import from the package; parts not listed may import anything
 ALLOWED = {
     "types": set(),
     "safetensors_header": set(),
@@ -45,7 +45,7 @@ ALLOWED = {
     # kernels/__init__.py chooses one implementation of every op
     "kernels": {"kernels", *OP_FAMILIES},
     **{family: {"kernels", "kernels/logits", family} for family in OP_FAMILIES},
-    # rejection leaves matches to be counted by acceptance
+    # rejection sampling leaves counting matches to acceptance
     "kernels/sampling": {"kernels/accept", "kernels/logits", "kernels/sampling"},
     "policy": {"types"},
     "draft": {"buffers", "config", "host", "kernels", "policy", "types"},
@@ -76,15 +76,15 @@ ALLOWED = {
         "train",
     },
     "__main__": {"commands", "train"},
-    # an oracle shares no arithmetic with what it judges; which configs both take is one list
+    # an oracle shares no arithmetic with the code it judges, only the list of accepted configs
     "reference": {"drafter_config", "reference"},
     "pairs": {"pairs"},
     # the trainer is for any target: it knows neither the shipped pairs nor the tiny one's corpus
     "train": {"train", "reference"},
-    # templates and tables; prompts and chats are drawn without torch, so without the trainer
+    # templates and tables; prompts and chats are generated without torch, so without the trainer
     "pairs/tiny_corpus": {"pairs/tiny_corpus"},
     "pairs/save": {"reference"},
-    # the two programs that measure and make the tiny pair, with the trainer
+    # the two programs that evaluate and make the tiny pair, with the trainer
     "pairs/evaluate_tiny": {"pairs/tiny_corpus", "reference", "train"},
     "pairs/make_tiny": {
         "pairs/evaluate_tiny",
@@ -94,9 +94,9 @@ ALLOWED = {
         "train",
     },
 }
-# glue/ by lifetime: what each of its files and folders may import of glue/, in functions, too
+# glue/ by lifetime: what each file or folder may import from glue/, function-level imports included
 GLUE_ALLOWED: dict[str, set[str]] = {
-    # SGLang by name, and the list of what is changed in it
+    # the names of SGLang's symbols, and the list of changes to it
     "release": set(),
     "contract": set(),
     "symbols": {"contract", "symbols"},
@@ -105,7 +105,7 @@ GLUE_ALLOWED: dict[str, set[str]] = {
     "cpu": {"changes", "compat", "cpu"},
     # before anything is loaded
     "startup": {"changes", "compat", "startup"},
-    # as long as the server
+    # for the lifetime of the server
     "models": {"changes", "compat", "cpu", "models"},
     # within a step
     "sampling": {"changes", "compat", "models", "sampling"},
@@ -122,12 +122,12 @@ GLUE_ALLOWED: dict[str, set[str]] = {
     },
     # SGLang's own programs, for the commands
     "programs": {"compat"},
-    # which attaches everything
+    # attaches everything
     "plugin": {"after_step", "changes", "cpu", "release", "sampling", "startup", "step"},
 }
 MAX_MODULE_LINES = 400
 MAX_PROGRAM_LINES = 400
-# to be parted by subject together with the trainer
+# to be split by subject together with the trainer
 MAX_TRAINER_TEST_LINES = 600
 TRAINER_TESTS = ("tests/unit/test_train.py", "tests/unit/test_train_command.py")
 MAX_FUNCTION_LINES = 60
@@ -146,8 +146,8 @@ def imports_of(path: Path) -> set[str]:
 
 
 def part_of(parts: Sequence[str]) -> str:
-    """Return the rule's name for a path inside the package: a module or folder of a folder where
-    it has a rule of its own, else the first name of the path."""
+    """Return the rule name of a path inside the package: its first two components if they have a
+    rule of their own, else the first one."""
     return nested if (nested := "/".join(parts[:2])) in ALLOWED else parts[0]
 
 
@@ -164,7 +164,7 @@ MODULES = {module_of(path): path for path in SOURCES}
 
 
 def modules_of(names: set[str]) -> set[str]:
-    """Return the modules that an import of these names runs; of packages only the one named."""
+    """Return the modules that importing these names runs; of packages only the one named."""
     return {
         name if name in MODULES else name.rpartition(".")[0]
         for name in names
@@ -173,7 +173,7 @@ def modules_of(names: set[str]) -> set[str]:
 
 
 def circles(imports: dict[str, set[str]]) -> set[str]:
-    """Return the modules that import themselves, through whichever others."""
+    """Return the modules that are part of an import cycle."""
     reached = {name: set(found) for name, found in imports.items()}
     for middle in imports:
         for found in reached.values():
@@ -184,7 +184,7 @@ def circles(imports: dict[str, set[str]]) -> set[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_follow_the_direction_of_the_design(path: Path) -> None:
-    """One import the wrong way makes the algorithm depend on its engine."""
+    """A single import in the wrong direction makes the algorithm depend on its engine."""
     part = part_of(parts(path))
     own = (name for name in imports_of(path) if name.startswith("sglang_dflash."))
     used = {part_of(name.split(".")[1:]) for name in own}
@@ -205,14 +205,14 @@ def test_sglang_is_named_in_its_tables_only(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_modules_are_loaded_by_name_in_glue_only(path: Path) -> None:
-    """Whoever loads a module by its name can load SGLang's, and no import would show it."""
+    """Code that loads modules by name can load SGLang's without a visible import."""
     loaders = ("import_module", "__import__", "runpy")
     is_loader = any(name in path.read_text() for name in loaders)
     assert not is_loader or PACKAGE / "glue" in path.parents
 
 
 def reads_environment(source: str) -> bool:
-    """Tell whether a module names what Python has the environment under."""
+    """Return whether a module uses one of Python's names for the environment."""
     names = {"environ", "environb", "getenv", "getenvb"}
     return any(
         (isinstance(node, ast.Attribute) and node.attr in names)
@@ -223,8 +223,8 @@ def reads_environment(source: str) -> bool:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_the_environment_is_read_in_one_place(path: Path) -> None:
-    """A variable that is read elsewhere is neither typed, nor checked, nor in the list."""
-    # which hands the whole environment on to a server
+    """A variable that is read elsewhere is neither typed, nor checked, nor listed."""
+    # passes the whole environment on to a server
     is_harness = path == PACKAGE / "testing" / "server.py"
     is_reader = path == PACKAGE / "environment.py" or is_harness
     assert reads_environment(path.read_text()) == is_reader, "go through environment.py"
@@ -262,23 +262,23 @@ def test_programs_and_tests_stay_short(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_modules_are_imported_by_name(path: Path) -> None:
-    """A folder on the path makes every file in it a top-level module, under a name like `load`."""
+    """A folder on sys.path makes every file in it a top-level module, with a name like `load`."""
     if path == ROOT / "tests" / "conftest.py":
-        return  # puts stand-ins for libraries before the installed ones
+        return  # puts stand-ins ahead of the installed libraries
     nodes = ast.walk(ast.parse(path.read_text()))
     assert "sys.path" not in {ast.unparse(n) for n in nodes if isinstance(n, ast.Attribute)}
 
 
 def test_only_the_start_of_a_training_run_sees_its_arguments() -> None:
-    """A Namespace that travels further has no types and is changed on the way."""
+    """A Namespace that is passed further is untyped and gets mutated on the way."""
     train = sorted((PACKAGE / "train").glob("*.py"))
     users = {path.stem for path in train if "argparse" in imports_of(path)}
-    # docstrings is a program of its own
+    # docstrings is a standalone program
     assert users == {"arguments", "command", "docstrings", "prepare"}
 
 
 def test_twins_stand_beside_their_kernels_and_need_no_triton() -> None:
-    """A CPU runs the twins, and whoever reads a kernel looks beside it for what it computes."""
+    """A CPU runs the twins, and readers of a kernel look next to it for what it computes."""
     folders = {path.parent for path in SOURCES if part_of(parts(path)) in OP_FAMILIES}
     assert {f"kernels/{folder.name}" for folder in folders} == OP_FAMILIES
     for folder in folders:
@@ -292,7 +292,7 @@ def test_the_table_names_only_parts_that_exist() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """In a circle nobody can be read, tested or loaded without all the others."""
+    """No module of an import cycle can be read, tested or loaded without all the others."""
     imports = {name: modules_of(imports_of(path)) for name, path in MODULES.items()}
     assert circles(imports) == set()
 
@@ -303,7 +303,7 @@ def test_a_circle_is_found() -> None:
 
 @pytest.mark.parametrize("path", GLUE, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_glue_follows_its_lifetimes(path: Path) -> None:
-    """A table of the attachment that knew the step would be loaded, and read, with all of it."""
+    """If an attachment table imported the step, loading or reading it would involve all of it."""
     part = parts(path)[1]
     assert part in GLUE_ALLOWED, "add it to GLUE_ALLOWED"
     own = (name.split(".") for name in modules_of(imports_of(path)))
@@ -312,13 +312,13 @@ def test_glue_follows_its_lifetimes(path: Path) -> None:
 
 
 def test_lifetimes_follow_each_other() -> None:
-    """So that no two folders need each other, whatever their files do."""
+    """No two folders may depend on each other, whatever their files do."""
     assert circles({part: used - {part} for part, used in GLUE_ALLOWED.items()}) == set()
     assert set(GLUE_ALLOWED) == {parts(path)[1] for path in GLUE}
 
 
 def calls_of(path: Path) -> list[tuple[str, int]]:
-    """Return the methods that a module calls, with how many arguments."""
+    """Return the methods that a module calls, with their argument counts."""
     return [
         (node.func.attr, len(node.args) + len(node.keywords))
         for node in ast.walk(ast.parse(path.read_text()))
@@ -327,11 +327,11 @@ def calls_of(path: Path) -> list[tuple[str, int]]:
 
 
 def test_stage_3_alone_decides_which_drafts_are_kept() -> None:
-    """A second caller is a second acceptance rule, which the oracle's tests do not see."""
+    """A second caller is a second acceptance rule, which the oracle's tests do not cover."""
     callers: dict[str, set[str]] = {}
     for path in SOURCES:
         for name, given in calls_of(path):
-            # with noise, the third argument, an argmax samples
+            # with noise, its third argument, argmax_rows samples
             if name != "argmax_rows" or given > 2:
                 callers.setdefault(name, set()).add(str(path.relative_to(PACKAGE)))
     for op in ("accept_block", "sample_rows", "reject_by_block", "argmax_rows"):

@@ -1,4 +1,4 @@
-"""Every refusal names what was asked, what was found and what to do."""
+"""Every refusal names what was requested, what was found and what to do."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_weights_with_another_number_of_features_are_refused(tmp_path: Path, pre
 
 @pytest.mark.parametrize("last", [0, 1])
 def test_every_weight_file_must_be_whole(tmp_path: Path, last: int) -> None:
-    """A shard that was cut short would end the loading minutes later, without its name."""
+    """A truncated shard would fail the loading minutes later, without naming the file."""
     save_file({"fc.weight": torch.zeros(128, 2 * 128)}, tmp_path / "model-0.safetensors")
     save_file({"norm.weight": torch.zeros(128)}, tmp_path / "model-1.safetensors")
     cfg.check_features(drafter(), tmp_path, target=TARGET)

@@ -1,8 +1,8 @@
-"""Whatever glue/ reads through an object of SGLang is in the contract, under the object's class.
+"""Every attribute that glue/ reads from an SGLang object is in the contract, under its class.
 
-An attribute that is not there could be renamed by a release, and `compat.broken()` would not say.
-OBJECTS tells by its name what an object is. A parameter that is annotated `Any` comes from SGLang,
-so that its name has to be there, or in OTHERS with what it is instead.
+A release could rename an attribute that is not there without `compat.broken()` reporting it.
+OBJECTS maps the name of an object to its class. A parameter annotated `Any` comes from SGLang, so
+its name must be in OBJECTS, or in OTHERS with what it is instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORKER = ("TpModelWorker",)
 POOLS = ("MHATokenToKVPool", "SWAKVPool")
 UPDATES = ("request_disk", "request_tensor", "request_distributed", "request_ipc")
 
-# an expression, in all files or in one -> symbols; several where it is one of several classes
+# an expression, in all files or in one -> symbols; several if it may be one of several classes
 OBJECTS: dict[str, tuple[str, ...]] = {
     "algorithm": ("SpeculativeAlgorithm",),
     "args": ("ServerArgs",),
@@ -147,9 +147,9 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     "verify_input": ("DFlashVerifyInput",),
     "verify_result": ("GenerationBatchResult",),
 }
-# what a torch module has; weights are made by quantisation methods
+# attributes of torch modules; weights are created by quantisation methods
 OF_TORCH = {"bias", "get_submodule", "weight"}
-# entries that are used without their name
+# entries that are used without being named
 ALSO_USED = {
     "GetInternalStateReqOutput": "handed out by `Fields.edit`",
     "Gemma4MoE": "a layer's `moe`, called by position",
@@ -159,7 +159,7 @@ ALSO_USED = {
     "update_tensor": "replaced by their common name",
     "update_ipc": "replaced by their common name",
 }
-# parameters that SGLang's objects do not come by
+# parameters that are not SGLang objects with a class of their own
 OTHERS = {
     "attention": "our VerifyAttention, or a layer of our drafter",
     "config": "a model's own config",
@@ -188,7 +188,7 @@ def objects_in(tree: ast.AST, file: str) -> Iterator[tuple[ast.Attribute, tuple[
 
 
 def known(name: str) -> set[str]:
-    """Return what the contract has of a class: its entry, and those of its methods."""
+    """Return what the contract lists for a class: its own entry and those of its methods."""
     kind = SYMBOLS[name]
     methods = {
         symbol.attr.removeprefix(f"{kind.attr}.")
@@ -242,7 +242,7 @@ def test_every_object_of_sglang_has_a_class(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(GLUE)))
 def test_what_is_written_to_objects_is_in_the_contract(path: Path) -> None:
-    """A field that SGLang no longer reads would be written in vain."""
+    """Writing a field that SGLang no longer reads would have no effect."""
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
             case ast.Call(
@@ -260,7 +260,7 @@ def test_a_seeded_access_is_found() -> None:
 
 
 def test_the_tables_hold_nothing_that_is_gone() -> None:
-    """An entry that nobody reads would hide the next one of its name."""
+    """A stale entry would hide the next object of that name."""
     used = set()
     for path in SOURCES:
         file = str(path.relative_to(GLUE))
@@ -275,7 +275,7 @@ def test_the_tables_hold_nothing_that_is_gone() -> None:
 
 
 def test_every_symbol_of_the_contract_is_used() -> None:
-    """A symbol that nobody uses would pin SGLang for no reason."""
+    """An unused symbol would pin SGLang for no reason."""
     text = "".join(
         path.read_text()
         for path in (*SOURCES, GLUE / "changes.py")

@@ -1,4 +1,4 @@
-"""Prompts from docstrings: what is asked, what is left out."""
+"""Prompts from docstrings: what they ask, and what is left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a drafter's config may say: released drafters pass, any other word is refused by name."""
+"""What a drafter's config may hold: released drafters pass, anything else is refused by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RELEASED = sorted(
     for path in (ROOT / folder).rglob("config.json")
     if "dflash_config" in path.read_text()
 )
-# as z-lab's Qwen3 drafters have it
+# as in z-lab's Qwen3 drafters
 PLAIN: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
     "attention_bias": False,
@@ -74,7 +74,7 @@ def test_a_released_drafter_is_read_by_server_and_oracle(path: Any) -> None:
 
 @pytest.mark.parametrize("kind", [Qwen3Config, Qwen2Config, LlamaConfig])
 def test_what_transformers_adds_to_a_config_is_understood(kind: type[PreTrainedConfig]) -> None:
-    """The server reads a config that transformers has completed with its own defaults."""
+    """The server reads a config that transformers has filled in with its own defaults."""
     changes = {key: value for key, value in PLAIN.items() if key != "model_type"}
     refuse_unknown(kind(**changes).to_dict(), name="drafter")
 
@@ -136,7 +136,7 @@ def test_a_value_that_means_what_is_computed_passes(config: dict[str, Any]) -> N
     ],
 )
 def test_anything_else_is_refused_by_server_and_oracle(config: dict[str, Any], named: str) -> None:
-    """Ignored, it would cost accept length in silence."""
+    """If ignored, it would silently cost accept length."""
     for read in (DrafterConfig.from_json, DrafterSpec.from_config):
         with pytest.raises(ValueError) as refused:
             read(config, name="some/drafter")

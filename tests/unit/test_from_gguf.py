@@ -1,4 +1,4 @@
-"""The converter of GGUF files, on models of both kinds that are made here."""
+"""The GGUF converter, on models of both kinds that are built here."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def make_model(kind: Kind) -> PreTrainedModel:
 
 
 def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Put row k of a head's first half beside row k of its second half, as GGUF has them."""
+    """Interleave the rows of the two halves of each head, as GGUF stores them."""
     halves = weight.view(heads, 2, -1, weight.shape[1])
     return torch.stack((halves[:, 0], halves[:, 1]), dim=2).reshape(weight.shape)
 
@@ -98,7 +98,7 @@ def write_gguf(kind: Kind, model: PreTrainedModel, path: Path) -> None:
     writer.add_chat_template(TEMPLATE)
     weights = model.state_dict()
     if kind.name == "qwen2":
-        # stored twice, the embedding more coarsely
+        # embedding and head stored separately, the embedding more coarsely
         coarse = weights["model.embed_tokens.weight"]
         weights["model.embed_tokens.weight"] = (coarse * 32).round() / 32
     elif kind.tied:
@@ -128,7 +128,7 @@ def made(
 
 
 def test_the_converted_model_computes_what_the_original_does(made: tuple[Kind, Path]):
-    """If this broke, the target would talk nonsense, most likely for rows in the wrong order."""
+    """If this broke, the target would talk nonsense, most likely because of misordered rows."""
     kind, folder = made
     converted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.tensor([[5, 9, 77, 200, 3]])
@@ -139,7 +139,7 @@ def test_the_converted_model_computes_what_the_original_does(made: tuple[Kind, P
 
 
 def test_the_tokenizer_splits_digits_and_knows_its_special_tokens(made: tuple[Kind, Path]):
-    """If this broke, numbers would be tokens that the model has never seen."""
+    """If this broke, numbers would become tokens that the model has never seen."""
     _, folder = made
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("abc12")) == ["abc", "1", "2"]
@@ -147,7 +147,7 @@ def test_the_tokenizer_splits_digits_and_knows_its_special_tokens(made: tuple[Ki
     assert tokenizer.decode(tokenizer.encode("a 12 ü\n")) == "a 12 ü\n"
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (2, 2, 1)
     assert tokenizer.chat_template == TEMPLATE
-    # a token of its own, but one that is shown
+    # a token of its own, but not skipped as a special one
     assert tokenizer.encode("<call>") == [262]
     assert tokenizer.decode([262, 2], skip_special_tokens=True) == "<call>"
     assert len(tokenizer) == 263

@@ -1,4 +1,4 @@
-"""The twins are the specification, so their cases can be checked by eye."""
+"""The torch twins are the specification, so their test cases can be checked by eye."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_who_knows_better_says_how_many_drafts_count() -> None:
 
 
 def test_a_request_that_is_not_told_has_its_leading_matches_counted() -> None:
-    """One batch holds requests that block verification decided and others that follow choices."""
+    """One batch mixes requests decided by block verification with others that follow choices."""
     block = torch.tensor([[7, 1, 2, 9]] * 3)
     choices = torch.tensor([[1, 2, 3, 4]] * 3)
     slots = torch.tensor([[11, 12, 13, 14]] * 3)
@@ -131,7 +131,7 @@ def test_paged_attention_equals_one_query_at_a_time(causal: bool, window: int, c
     torch.manual_seed(0)
     kv_lens, width = [9, 6], 4
     keys, values = torch.randn(40, 2, 8), torch.randn(40, 2, 16)
-    # a slot that no request owns poisons whoever reads it
+    # a slot that no request owns poisons any result that reads it
     keys[0] = values[0] = math.nan
     slots = torch.zeros(2, 9, dtype=torch.int64)
     slots[0] = torch.arange(10, 19)
@@ -164,7 +164,7 @@ def test_paged_attention_equals_one_query_at_a_time(causal: bool, window: int, c
 
 
 def test_context_equals_the_oracle() -> None:
-    """The same keys and values as the independent drafter, from the same weights."""
+    """The same keys and values as the oracle's independent drafter, from the same weights."""
     torch.manual_seed(0)
     config = DrafterConfig(
         hidden_size=16,
@@ -216,7 +216,7 @@ def test_context_equals_the_oracle() -> None:
 
 
 def test_the_first_of_equal_logits_wins_after_the_cap() -> None:
-    """Plain decoding caps before it compares: what the cap makes equal is equal."""
+    """Plain decoding applies the softcap before the argmax: logits that the cap makes equal tie."""
     logits = torch.tensor([[1.0, 3.0, 3.0], [1e4, 2e4, 0.0], [-5.0, -7.0, -5.0]])
     assert argmax_rows(logits).tolist() == [1, 1, 0]
     assert argmax_rows(logits, 30.0).tolist() == [1, 0, 0]
@@ -249,10 +249,10 @@ def test_unknown_device_is_refused_by_name() -> None:
     ("top_k", "top_p", "kept"),
     [
         (4, 1.0, [0, 1, 2, 3]),
-        # the third and the fourth are equal: with one of them comes the other
+        # the third and the fourth are tied: both are kept
         (3, 1.0, [0, 1, 2, 3]),
         (2, 1.0, [0, 1]),
-        # the first two hold 0.6
+        # the first two have a mass of 0.6
         (4, 0.6001, [0, 1, 2, 3]),
         (4, 0.5999, [0, 1]),
         (4, 0.3, [0]),
@@ -282,7 +282,7 @@ def make_noise(scale: float, *, rows: int) -> Noise:
 
 
 def test_the_highest_after_noise_is_a_draw_at_its_temperature() -> None:
-    """A vocabulary of real size, in bins of which each holds the same share and many tokens."""
+    """Gumbel-max over a real-size vocabulary, in bins of equal mass with many tokens each."""
     times, width, bins = 4000, 49_152, 32
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(width, generator=generator) * 2
@@ -314,13 +314,13 @@ def test_noise_is_gumbel_noise_and_independent_of_its_neighbour(near: str) -> No
         "keys that differ by one": (noise, gumbel(keys + 1, 3001)),
     }[near]
     one, two = (each.flatten() for each in pairs)
-    # of a million independent pairs the correlation is within 0.004 with all but certainty
+    # for a million independent pairs the correlation is almost certainly within 0.004
     assert abs(float(torch.corrcoef(torch.stack([one, two]))[0, 1])) < 0.005
 
 
 def test_blocks_are_kept_as_the_oracle_keeps_them() -> None:
-    """First tokens are draws from the target's distribution, and as many drafts are kept as by the
-    definition, one block at a time; the drafts come from the drafter of each."""
+    """First tokens follow the target's distribution, and accept lengths follow those of the oracle,
+    which takes one block at a time. Each side samples its own drafts."""
     times, width, temperature = 4000, 4, 0.8
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(width, 6, generator=generator)

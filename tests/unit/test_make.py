@@ -25,7 +25,7 @@ PINS = dict(
 
 
 def write_wheel(folder: Path, name: str, version: str) -> None:
-    """Write an empty package under its own folder of a simple index."""
+    """Write an empty wheel into its own folder of a simple index."""
     (folder / name).mkdir(parents=True)
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(folder / name / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
@@ -40,7 +40,7 @@ def write_wheel(folder: Path, name: str, version: str) -> None:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of an index: `/cpu` has wheels of the pinned versions, `/old` has others."""
+    """The URL of an index: `/cpu` has wheels of the pinned versions, `/old` has others."""
     folder = tmp_path_factory.mktemp("index")
     for name, version in PINS.items():
         write_wheel(folder / "cpu", name, f"{version}+cpu")
@@ -61,7 +61,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def venv(tmp_path_factory: pytest.TempPathFactory, index: str) -> Path:
-    """An environment from the index that has everything; to make it once more takes no time."""
+    """An environment built from the complete index; making it again takes no time."""
     folder = tmp_path_factory.mktemp("made") / "venv"
     done = make(folder, f"{index}/cpu")
     assert done.returncode == 0, done.stderr
@@ -69,9 +69,9 @@ def venv(tmp_path_factory: pytest.TempPathFactory, index: str) -> Path:
 
 
 def make(venv: Path, index: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
-    """Run the part of `make venv` that comes before the packages of PyPI."""
-    # pip's settings on this machine name other places to look in
-    # a make that runs this test would have its own say in what is printed
+    """Run the part of `make venv` that comes before the PyPI packages."""
+    # this machine's pip settings name other indexes
+    # a make that runs this test would affect what is printed
     kept = (name for name in os.environ if not name.startswith(("PIP_", "MAKE", "MFLAGS")))
     env = {name: os.environ[name] for name in kept}
     return subprocess.run(
@@ -128,7 +128,7 @@ def test_a_host_that_says_nothing_is_waited_for_three_seconds(venv: Path) -> Non
 def test_the_environment_serves_on_the_cpu_unless_told_otherwise(
     venv: Path, mode: str | None, expected: list[object]
 ) -> None:
-    """With a GPU in sight, stand-ins for a CPU would meet SGLang's GPU code."""
+    """With a GPU visible, the CPU stand-ins would be mixed with SGLang's GPU code."""
     script = (
         "import importlib.util, json, os; print(json.dumps([os.environ['SGLANG_USE_CPU_ENGINE'], "
         "os.environ['CUDA_VISIBLE_DEVICES'], importlib.util.find_spec('sgl_kernel') is not None]))"
@@ -159,7 +159,7 @@ def test_another_python_is_refused_first(
 ) -> None:
     python = tmp_path / "python"
     if version is not None:
-        # this Python, which says that it is another
+        # this Python, claiming to be another version
         claim = f"import platform, sys; sys.version_info = {version}; "
         claim += f"platform.python_version = lambda: {'.'.join(map(str, version))!r}; "
         python.write_text(f"#!{sys.executable}\n{claim}exec(sys.argv[2])\n")

@@ -25,7 +25,7 @@ def test_meter_counts_steps_by_tokens_committed() -> None:
 
 
 def test_meter_does_not_count_what_a_stop_cuts_off() -> None:
-    """Three drafts were right, the second one ended the text."""
+    """Three drafts were correct, but the second one ended the text."""
     meter = AcceptanceMeter(block_size=4)
     meter.record(3, 2)
     assert meter.snapshot()["histogram"] == [0, 1, 0, 0]
@@ -52,7 +52,7 @@ def test_meter_tells_what_came_since() -> None:
 
 
 def replica(dp_rank: int, steps: list[tuple[int, int]]) -> dict[str, Any]:
-    """What /server_info holds of a replica that took these steps."""
+    """Return the /server_info state of a replica that took these steps."""
     meter = AcceptanceMeter(block_size=4)
     for num_correct, committed in steps:
         meter.record(num_correct, committed)
@@ -61,9 +61,9 @@ def replica(dp_rank: int, steps: list[tuple[int, int]]) -> dict[str, Any]:
 
 
 def test_replicas_are_named_and_summed() -> None:
-    """A third of 3 steps and of 4 does not survive rounding: counts are added, not rates."""
+    """Rates over 3 and over 4 steps do not survive rounding, so counts are summed, not rates."""
     steps = [[(0, 1), (0, 1), (1, 2)], [(3, 4), (2, 2), (0, 1), (0, 1)]]
-    # they answer in any order
+    # replicas answer in any order
     info = {"internal_states": [replica(1, steps[1]), replica(0, steps[0])]}
     replicas = replicas_of(info)
     assert list(replicas) == ["dp_rank 0", "dp_rank 1"]

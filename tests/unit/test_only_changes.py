@@ -1,10 +1,12 @@
-"""No file in glue/ changes an object of SGLang but through `changes`, so that its list is complete.
+"""No file in glue/ changes an SGLang object except through `changes`, so its list is complete.
 
-The rule: a function changes only what it made. Made is a literal, a display, a comprehension,
-what MAKERS return and what `Fields.edit` hands out, under a name that is never bound to anything
-else; `self` and what its class made. Whatever else is changed is SGLang's, or named in OURS.
-Setting an attribute or an item, deleting one, `+=` and the methods in MUTATORS are changes. What is
-written into a tensor by its methods or by kernels is data, not a change.
+The rule: a function changes only objects it made. These are literals, displays, comprehensions and
+the results of operators, MAKERS and `Fields.edit`, under a name that is never bound to anything
+else, and `self` and the objects its class made. Anything else that is changed is SGLang's, or named
+in OURS.
+
+Setting or deleting an attribute or an item, `+=` and the methods in MUTATORS are changes. Writing
+into a tensor through its methods or kernels is data, not a change.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ import pytest
 from sglang_dflash.testing.server import ROOT
 
 GLUE = ROOT / "sglang_dflash" / "glue"
-# changes.py changes SGLang; path/ is imported before SGLang, and stands in for packages it lacks
+# changes.py changes SGLang; path/ is imported before SGLang and replaces packages that are missing
 SOURCES = [
     path
     for path in sorted(GLUE.rglob("*.py"))
     if path != GLUE / "changes.py" and GLUE / "cpu" / "path" not in path.parents
 ]
-# file -> what is ours though the rule does not see it
+# file -> objects that are ours although the rule does not recognise them
 OURS = {
     "compat.py": {"globals()": "this module's own names"},
     "models/gemma4_layers.py": {"following": "the FusedLayer after this one"},
@@ -47,7 +49,7 @@ MUTATORS = {
     *("add", "discard", "update", "setdefault", "appendleft"),
     *("__setattr__", "__delattr__", "__setitem__", "__delitem__"),
 }
-# functions of SGLang, by their beginning in compat, that add to a table of its
+# prefixes of the SGLang functions in compat that add to one of its tables
 REGISTERS = ("add_", "register_")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -85,7 +87,7 @@ def _changed(node: ast.AST, scope: Scope) -> Iterator[tuple[Scope, ast.expr, ast
 
 
 class Module:
-    """A file, and which of its names are bound to what it made."""
+    """A file, and which of its names are bound to objects it made."""
 
     def __init__(self, source: str, ours: dict[str, str]) -> None:
         self.tree = ast.parse(source)
@@ -124,7 +126,7 @@ class Module:
         return node
 
     def _binder(self, name: str, scope: ast.AST) -> ast.AST:
-        """Return the innermost function around that binds a name, or else the module."""
+        """Return the innermost enclosing function that binds a name, or else the module."""
         while isinstance(scope, Function) and not list(self._values(scope, name)):
             scope = self.parents[scope]
             while not isinstance(scope, Scope):
@@ -132,7 +134,7 @@ class Module:
         return scope
 
     def _values(self, scope: ast.AST, target: str) -> Iterator[ast.expr | None]:
-        """Yield what a name, or an attribute of self, is bound to; None for what cannot be seen."""
+        """Yield the values bound to a name or an attribute of self; None for unknown values."""
         for node in ast.walk(scope):
             if isinstance(node, Function) and node is scope:
                 yield from (None for arg in ast.walk(node.args) if _argument(arg) == target)
@@ -190,7 +192,7 @@ def _is_made(value: ast.expr) -> bool:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(GLUE)))
 def test_only_changes_py_changes_sglang(path: Path) -> None:
-    """A change made elsewhere would be missing in the list that claims to be complete."""
+    """A change made elsewhere would be missing from the list, which claims to be complete."""
     ours = OURS.get(str(path.relative_to(GLUE)), {})
     module = Module(path.read_text(), ours)
     assert module.violations() == [], "go through sglang_dflash.glue.changes, with a reason"

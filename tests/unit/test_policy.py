@@ -1,4 +1,4 @@
-"""Which drafts are verified: what one step said is forgotten, whatever it was."""
+"""Which drafts are verified: the policy forgets any single step, whatever its value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENS = torch.tensor([BLOCK, BLOCK])
 
 
 class OneTemperature:
-    """The policy for two requests of temperature 1, and room for a third."""
+    """The policy for two requests at temperature 1, with room for a third."""
 
     def __init__(self) -> None:
         self.policy = DraftPolicy(3, "cpu")
@@ -51,7 +51,7 @@ def test_an_advantage_that_is_not_finite_says_nothing(odd: float) -> None:
     advantage[0, 1] = odd
     known.learn(advantage)
     assert known.is_sampled() == [True, True] and known.begin_third() == [True]
-    # beyond the committed tokens it must not count either
+    # nor may it count beyond the committed tokens
     known.learn(advantages(odd, 0.25), torch.tensor([0, BLOCK]))
     assert known.is_sampled() == [True, True] and known.begin_third() == [True]
     for _ in range(5):
@@ -79,7 +79,7 @@ def test_each_request_verifies_the_kind_that_was_kept_more_often() -> None:
 
 
 def test_rows_behind_the_commit_do_not_count() -> None:
-    """Their choices answer to drafts that were not committed."""
+    """Their choices are conditioned on drafts that were not committed."""
     known = OneTemperature()
     advantage = torch.tensor([[-0.1, 1.0, 1.0], [-0.1, 1.0, 1.0]])
     known.learn(advantage, torch.tensor([1, 2]))
@@ -93,6 +93,6 @@ def test_a_new_request_begins_as_others_of_its_temperature() -> None:
     for _ in range(3):
         policy.learn(ROWS, advantages(-0.5, 0.5), temperatures=temperatures, lens=LENS)
     new = torch.tensor([2, 3])
-    # 0.26 and 0.3 share a bin of 1/8; all of 2 and above share one, and nothing was learnt there
+    # 0.26 and 0.3 share a bin of width 1/8; 2 and above share one, where nothing was learnt
     policy.start(new, torch.tensor([0.26, 7.0]))
     assert select(policy, new).is_sampled.tolist() == [False, True]

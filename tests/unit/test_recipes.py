@@ -62,7 +62,7 @@ def test_an_unknown_recipe_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 def test_failures_are_kept_and_a_spent_budget_leaves_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later call goes on where the budget ended."""
+    """A later call resumes where the budget ran out."""
     started = serve_nothing(monkeypatch)
     arguments = ["--recipes", "qwen3-4b", "--out", str(tmp_path / "r")]
     _, missing = recipes.run(recipes.parse([*arguments, "--budget-s", "1"]))
@@ -80,7 +80,7 @@ def test_failures_are_kept_and_a_spent_budget_leaves_the_rest(
 
 
 class Nothing:
-    """In place of a server; SGLang's DFLASH does not start."""
+    """A fake server; in-tree DFLASH does not start."""
 
     start_s = 1.0
 
@@ -96,7 +96,7 @@ class Nothing:
 
 
 def serve_nothing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the systems that will have been started, "+" before those beside another."""
+    """Fake all servers; return the list of started systems, "+" before those beside another."""
     started: list[str] = []
 
     def serve(cell: recipes.Cell, _: Any, *, beside: int) -> Nothing:
@@ -153,7 +153,7 @@ def test_the_table_marks_what_is_derived_and_what_is_not_one_call() -> None:
     text = report(cells, shown_lengths=[4, 6, 8])
     rows = {line.split(" | ")[2]: line.split(" | ")[-2:] for line in text.splitlines()[4:7]}
     assert rows["plain"] == ["200", " |"]
-    # 2 requests of 4, 6 and 8 tokens every 24 ms
+    # 2 requests with 4, 6 and 8 tokens per 24 ms
     assert rows["in-tree"] == ["333~ / 500~ / 667", " |"]
     assert rows["ours"] == ["421 / 600~ / 800", "1.20x* |"]
     assert "accept length 4, 2 requests: measured 421, derived 400 tok/s (-5.0%)" in text

@@ -1,4 +1,4 @@
-"""The oracle judged by its own rules: masks by eye, greedy equality, and the draft KV invariant."""
+"""The oracle checked on its own: masks by eye, greedy equality, and the draft KV invariant."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def make_target(kind: str):
             tie_word_embeddings=False,
         )
         target = Gemma3ForCausalLM(config)
-    # the default initial weights make greedy text settle on one token; wider ones keep it moving
+    # with default initial weights greedy text settles on one token; wider ones keep it moving
     for parameter in target.parameters():
         if parameter.dim() == 2:
             parameter.data.normal_(0, 0.25)
@@ -103,7 +103,7 @@ def test_blocks_of_one_sequence_do_not_see_each_other():
 
 
 def test_padding_rows_of_the_context_are_never_seen():
-    """If this broke, a short row of a batch would attend to whatever lies in its padding."""
+    """If this broke, a short row of a batch would attend to its padding."""
     mask = block_mask(
         torch.tensor([[[4, 5]]]), context_lens=torch.tensor([2]), context_size=4, window=None
     )
@@ -144,7 +144,7 @@ def test_context_outside_the_window_has_no_influence_on_sliding_layers():
 
 
 def test_training_forward_at_an_anchor_equals_the_inference_block():
-    """If this broke, the drafter would be trained on another function than the one served."""
+    """If this broke, the drafter would be trained on a different function from the one served."""
     drafter = make_drafter()
     torch.manual_seed(3)
     projected = torch.randn(2, 20, 32)
@@ -161,7 +161,7 @@ def test_training_forward_at_an_anchor_equals_the_inference_block():
             alone = drafter(
                 embeddings[row : row + 1, n], anchor + torch.arange(8)[None], context=context
             )
-            # fp32, sums taken in another order
+            # fp32; the summation order differs
             torch.testing.assert_close(together[row, n], alone[0], rtol=1e-4, atol=1e-5)
 
 
@@ -200,7 +200,7 @@ def test_drafting_changes_no_token_of_an_untrained_pair(kind: str, block_size: i
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_drafting_changes_no_token_of_a_seeded_draw(kind: str):
-    """Noise fixed by position and a penalty on what came before: each row must see its own past."""
+    """Noise fixed by position and a penalty on earlier tokens: each row must see its own past."""
 
     def choose(logits: torch.Tensor, before: Sequence[int]) -> int:
         noise = torch.rand(len(logits), generator=torch.Generator().manual_seed(len(before)))
@@ -216,7 +216,7 @@ def test_drafting_changes_no_token_of_a_seeded_draw(kind: str):
 
 
 def test_a_block_rule_commits_its_drafts_and_a_token_of_its_own():
-    """If this broke, what a card says of drawn drafts would be of other tokens."""
+    """If this broke, a model card's figures for sampled drafts would describe other tokens."""
     target, drafter = make_target("llama"), make_drafter()
     prompt = [5, 9, 33, 12]
     rule = BlockRule(1.0, seed=0)
@@ -225,7 +225,7 @@ def test_a_block_rule_commits_its_drafts_and_a_token_of_its_own():
     for block, length in zip(found.blocks[:-1], found.commit_lens[:-1], strict=True):
         kept = block.token_ids[:length]
         assert list(kept) == text[block.start : block.start + length]
-    # untrained, and so uncertain that some drafts are kept by luck
+    # untrained, and so uncertain that some drafts are accepted by chance
     assert sum(found.commit_lens) - len(found.commit_lens) > 0
     rule = BlockRule(1.0, seed=0)
     again = generate(target, drafter, prompt, max_new_tokens=60, block_size=5, choose=rule)
@@ -289,7 +289,7 @@ def test_draft_kv_equals_kv_from_scratch_after_any_accept_pattern(kind: str):
         assert verify_block(target, drafter, state, block=block) == correct + 1
         fresh = recompute_context(target, drafter, state.token_ids[: state.start])
         assert len(state.context) == state.start
-        # fp32: the cached forward sums in another order than the whole one
+        # fp32: the cached forward sums in a different order from the full one
         close = {"rtol": 1e-3, "atol": 1e-4}
         for one, two in zip(state.context.keys, fresh.keys, strict=True):
             torch.testing.assert_close(one, two, **close)

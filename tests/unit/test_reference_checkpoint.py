@@ -1,4 +1,4 @@
-"""Checkpoints of the oracle: weights come back as they were, configs are read in every spelling."""
+"""Oracle checkpoints: weights survive the round trip, configs are read in every spelling."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ RAW = CONFIG.to_json()
     ids=["no layer types", "nested theta", "top theta", "nested block size", "no head dim"],
 )
 def test_config_reads_every_released_spelling(changes, field, value):
-    """If this broke, a released drafter would load with a wrong default in silence."""
+    """If this broke, a released drafter would silently load with a wrong default."""
     raw = json.loads(json.dumps({**RAW, **changes}))
     assert getattr(DrafterConfig.from_json(raw), field) == value
 

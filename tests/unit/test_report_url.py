@@ -1,4 +1,4 @@
-"""Where `python -m sglang_dflash report` looks, and what it says if nothing is there."""
+"""Where `python -m sglang_dflash report` looks, and its message if nothing is there."""
 
 from __future__ import annotations
 

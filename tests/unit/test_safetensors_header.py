@@ -1,4 +1,4 @@
-"""A weight file that is not whole is named before anything loads."""
+"""An incomplete weight file is reported by name before anything loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server harness with a command that is no server, and what its import needs."""
+"""The server harness with a command that is not a server, and what importing it requires."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_log_can_be_read_while_it_is_written(tmp_path: Path) -> None:
 
 
 def test_the_harness_needs_neither_torch_nor_sglang() -> None:
-    """Benchmarks start servers of another release with it, in a Python that may lack both."""
+    """Benchmarks use it to start servers of another release, in a Python that may lack both."""
     program = (
         "import sys; sys.modules.update(torch=None, sglang=None);"
         "import sglang_dflash.testing.server, sglang_dflash.testing.stream;"

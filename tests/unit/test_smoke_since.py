@@ -1,4 +1,4 @@
-"""`make test` names what has changed in the serving path since the last smoke on a GPU."""
+"""`make test` lists the serving-path files changed since the last smoke test on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BESIDE = ("sglang_dflash/commands/report.py", "sglang_dflash/train/loss.py", "RE
 
 @pytest.fixture
 def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with a commit in which the smoke passed."""
+    """A repository with a commit at which the smoke test passed."""
     monkeypatch.setattr(since, "ROOT", tmp_path)
     monkeypatch.setattr(since, "RESULT", tmp_path / "smoke.json")
     for name in (*SERVING, *BESIDE):

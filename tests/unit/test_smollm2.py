@@ -1,4 +1,4 @@
-"""Where the demonstration target comes from: one known file in one known wheel."""
+"""Where the demo's target comes from: one known file in one known wheel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_folder_that_is_there_is_not_made_again(tmp_path: Path):
 
 
 def test_another_file_is_refused(tmp_path: Path):
-    """If this broke, a drafter would meet a target that it was not trained for."""
+    """If this broke, a drafter would be paired with a target that it was not trained for."""
     wheel = tmp_path / "some.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(smollm2.GGUF, b"not the model")

@@ -1,4 +1,4 @@
-"""The order and the data of a step, on a host of a few lines that plays the engine."""
+"""The order and the data of a step, on a minimal host that fakes the engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def config() -> DFlashConfig:
 
 
 class CountingHost:
-    """A target that counts upwards, and a drafter that counts until it stumbles."""
+    """A target that counts up, and a drafter that counts correctly up to a limit."""
 
     def __init__(self, right_until: list[int]) -> None:
         self.right_until = right_until
@@ -149,7 +149,7 @@ def test_simulated_acceptance_commits_its_length_whatever_the_target_says() -> N
 
 
 def test_simulated_acceptance_is_the_same_on_every_rank_and_right_on_average() -> None:
-    """Ranks that committed different numbers of tokens would wait for each other for ever."""
+    """Ranks that committed different numbers of tokens would deadlock."""
     length = 3.3
     verdict = Verdict(choices=torch.zeros(3, 8, dtype=torch.int64))
     ranks = Simulation(length), Simulation(length)

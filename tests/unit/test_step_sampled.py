@@ -1,7 +1,7 @@
-"""A sampled step on a host that plays the engine: what it commits is what the target alone samples.
+"""A sampled step on a fake engine commits tokens distributed as the target alone samples them.
 
-The host is a few lines: a drafter and a target whose logits depend on the position in the block
-alone. Nothing of SGLang's is imported; every draft is kept or dropped by stage 3.
+The host is minimal: a drafter and a target whose logits depend only on the position in the block.
+Nothing of SGLang is imported; stage 3 accepts or rejects every draft.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNFILTERED = 1 << 30
 
 
 class SamplingHost:
-    """A drafter near its target, and requests that ask for what the plan says."""
+    """A drafter close to its target, and requests with the sampling parameters of the plan."""
 
     def __init__(self, plan: SamplingPlan | None, *, sees_all: bool = True) -> None:
         generator = torch.Generator().manual_seed(2)
@@ -92,7 +92,7 @@ class SamplingHost:
 
 
 def make_plan(*top_ks: int) -> SamplingPlan:
-    """Requests that take turns with these top_k."""
+    """Return a plan whose requests cycle through these top_k."""
     by_request = torch.tensor(top_ks).repeat(REQUESTS)[:REQUESTS]
     return SamplingPlan(
         temperatures=torch.full((REQUESTS,), TEMPERATURE),
@@ -111,7 +111,7 @@ def assert_drawn_from(tokens: torch.Tensor, probs: torch.Tensor) -> None:
 
 
 def test_a_sampled_step_commits_what_the_oracle_commits() -> None:
-    """First tokens are draws from the target's distribution, and blocks as long as the oracle's."""
+    """First tokens follow the target's distribution, and accept lengths follow the oracle's."""
     host = SamplingHost(make_plan(UNFILTERED))
     commit = host.step()
     assert_drawn_from(commit.token_ids[:, 0], host.distribution(0))
@@ -122,7 +122,7 @@ def test_a_sampled_step_commits_what_the_oracle_commits() -> None:
 
 
 def test_behind_a_block_that_is_kept_whole_the_bonus_is_a_plain_draw() -> None:
-    """Nothing was rejected there, so that no residual distribution may bend it."""
+    """Nothing was rejected there, so no residual distribution may apply."""
     host = SamplingHost(make_plan(UNFILTERED))
     commit = host.step()
     is_whole = commit.lens == B
@@ -142,7 +142,7 @@ def test_greedy_top_k_and_unfiltered_requests_are_decided_side_by_side(sees_all:
     assert (greedy[:, : agreed + 1] == expected[: agreed + 1]).all()
     assert_drawn_from(top_k[:, 0], host.distribution(0, top_k=3))
     assert_drawn_from(unfiltered[:, 0], host.distribution(0))
-    # every kind of acceptance must occur, or half of the rule is untested
+    # accept lengths must vary, or half of the rule is untested
     for kind in range(1, 3):
         assert commit.lens[kind::3].unique().numel() > 1
 
@@ -173,7 +173,7 @@ def test_a_step_tells_the_policy_and_the_host_once_what_was_committed() -> None:
 
 
 def test_a_policy_that_learns_keeps_more_drafts() -> None:
-    """A drafter that is uncertain where the target is not had better name its argmax tokens."""
+    """A drafter that is uncertain where the target is not does better with argmax drafts."""
     host = SamplingHost(make_plan(UNFILTERED))
     host.target, host.drafter = host.target * 8, host.target[:-1] * 0.1
     policy = DraftPolicy(REQUESTS, "cpu")

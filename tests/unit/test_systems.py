@@ -1,4 +1,4 @@
-"""How systems are started, and how a decode rate comes out of two batches."""
+"""How systems are started, and how a decode rate is derived from two batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks import ROOT, load, result_files, serving, sharing, systems
 
 
 class Served:
-    """A server's log, with what each batch adds to it: read before and after the batch."""
+    """A server's log, to which each batch adds a line: read before and after the batch."""
 
     url = ""
 
@@ -44,15 +44,15 @@ def test_a_batch_that_did_not_run_together_is_marked() -> None:
 
 
 def test_a_rate_is_the_difference_between_two_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill, start and a slow first batch drop out; the better try of each length counts."""
-    slow = iter([9.0, 0.5, 0.0, 0.0, 0.7])  # then short, long, short, long
+    """Prefill, start-up and a slow first batch drop out; the faster try of each length counts."""
+    slow = iter([9.0, 0.5, 0.0, 0.0, 0.7])  # first batch, then short, long, short, long
 
     def run_batch(_url: str, prompts: list, new_tokens: int, _sampling: str) -> tuple[float, list]:
         assert len(prompts) == 4 and all(len(ids) == 10 for ids in prompts)
         return 1.0 + new_tokens * 0.01 + next(slow), []
 
     monkeypatch.setattr(load, "run_batch", run_batch)
-    # the slower tries had two requests waiting, the better one of the longer batches had one
+    # the slower tries had two requests waiting, the faster of the longer batches had one
     found = load.decode_rate(Served([2, 3, 4, 2]), 4, 10, lengths=(8, 108), tries=(2, 2))
     assert found.tokens_per_s == pytest.approx(400)
     assert found.together == 3
@@ -79,7 +79,7 @@ def test_tries_go_on_until_two_agree(
     found = load.decode_rate(Served([1] * 6), 1, 10, lengths=(8, 108), tries=(2, 3))
     assert found.spread == pytest.approx(spread)
     assert len(list(seconds)) == 1 + 2 * (len(longer) - tries)
-    # systems are compared by their answers, so these must not depend on how many tries it took
+    # systems are compared by their answers, so these must not depend on the number of tries
     assert found.answers == load.draw_prompts(1, 10, "0 108")
 
 
@@ -177,7 +177,7 @@ TARGET, DRAFT = "--attention-backend", "--speculative-draft-attention-backend"
 def test_sglang_picks_the_peers_backends(
     system: str, target: Path | str, forced: str | None, arguments: list[str]
 ) -> None:
-    """A peer that is told to run on Triton is slower than what a user gets on Hopper."""
+    """A peer forced onto Triton would be slower than what a user gets on Hopper."""
     assert systems.system_name(system) == system
     assert systems.backend_args(system, target, forced) == arguments
 
@@ -236,7 +236,7 @@ def test_the_recorded_command_can_be_run_again(
 
 
 def test_serving_needs_nothing_of_this_package_but_the_harness() -> None:
-    """Another SGLang release is measured where the rest of it could not be imported."""
+    """Another SGLang release is measured in an environment that cannot import the rest."""
     program = (
         "import sys; sys.modules['sglang'] = None; import benchmarks.serving;"
         "print(*sorted(name for name in sys.modules if name.startswith('sglang_dflash.')))"
@@ -253,7 +253,7 @@ def test_tries_that_differ_are_told_apart_in_the_table() -> None:
 
 
 class Started:
-    """A server that starts, or does not."""
+    """A fake server that starts or fails."""
 
     def __init__(self, name: str, events: list[str], *, fails: bool = False) -> None:
         self._name, self._events, self._fails = name, events, fails
@@ -266,7 +266,7 @@ class Started:
 
 
 def test_servers_start_together_and_have_their_turns() -> None:
-    """None is asked while another still loads, and one that fails does not cost the others."""
+    """No server is measured while another still loads, and a failure does not affect the others."""
     events: list[str] = []
     starts: dict[str, Any] = {
         name: lambda name=name: Started(name, events, fails=name == "b") for name in "abc"

@@ -13,7 +13,7 @@ def answer(question: str, turn: int, *token_ids: int) -> Answer:
 
 
 def test_a_turn_after_a_difference_is_not_compared() -> None:
-    """Its chat holds another answer, so it may differ for no fault of its own."""
+    """Its chat history holds a different answer, so a difference there is no error."""
     plain = [answer("a", 0, 1, 2, 3), answer("a", 1, 4), answer("b", 0, 5), answer("c", 0, 6)]
     ours = [answer("a", 0, 1, 2, 9), answer("a", 1, 8), answer("b", 0, 5)]
     assert compare(plain, ours) == {

@@ -1,4 +1,4 @@
-"""The random mixture-of-experts target is one: otherwise its end-to-end tests would show little."""
+"""The random MoE target really routes: otherwise its end-to-end tests would show little."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def token_ids() -> Tensor:
 
 @torch.no_grad()
 def run(target: PreTrainedModel, token_ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the greedy token of each row, and the experts of each row, layer by layer."""
+    """Return the greedy token of each row, and the experts of each row in every layer."""
     chosen: list[Tensor] = []
     handles = [
         layer.router.register_forward_hook(lambda _m, _i, out: chosen.append(out[2]))
@@ -55,7 +55,7 @@ def test_rows_of_a_block_go_to_different_experts(
 def test_routing_decides_what_is_written(
     target: PreTrainedModel, token_ids: Tensor, part: str
 ) -> None:
-    """An engine that takes a neighbouring expert, or drops one of the router's scales, is seen."""
+    """An engine that uses a neighbouring expert, or drops one of the router's scales, is caught."""
     tokens, _ = run(target, token_ids)
     saved = {name: value.clone() for name, value in target.state_dict().items()}
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Where a step's GPU time goes, from a trace made by hand."""
+"""Where a step's GPU time goes, from a handmade trace."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ WORK = [
     ("_argmax_merge", 210, 10),
     ("_copy", 220, 10),
     ("_attend_runs", 230, 100),
-    # begins while the kernel before it runs, as overlapped launches do
+    # starts while the previous kernel runs, as with programmatic dependent launch
     ("_product", 300, 400),
     ("_norm_add_norm", 600, 150),
     ("_accept_block", 800, 50),
-    # on another stream, under the walk
+    # on another stream, during acceptance
     ("Memcpy DtoH", 810, 20),
 ]
 
@@ -34,7 +34,7 @@ def write_trace(path: Path, steps: int) -> Path:
         for step in range(steps)
         for name, start, duration in WORK
     ]
-    events[0]["ts"] -= 5000  # the first step is drawn out
+    events[0]["ts"] -= 5000  # the first step is stretched
     events.append({"cat": "cpu_op", "name": "aten::add", "ts": 0, "dur": 9999})
     path.write_text(json.dumps({"traceEvents": events}))
     return path

@@ -1,4 +1,4 @@
-"""Training in small: what is learned, what is exported, what is held out, what was committed."""
+"""Small-scale training: what is learned, exported and held out, and the committed pair."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_decay_weights_fall_by_e_over_gamma_slots():
 
 
 def test_dpace_weights_are_the_expected_slots_still_to_come():
-    """If this broke, D-PACE would push slots that are never reached."""
+    """If this broke, D-PACE would put weight on slots that are never reached."""
     # probabilities 1/2, 1/4 and 1 of the labels; the last slot does not exist
     losses = torch.tensor([[[math.log(2.0), math.log(4.0), 0.0, 9.0]]])
     exist = torch.tensor([[[True, True, True, False]]])
@@ -108,7 +108,7 @@ def test_dpace_weights_are_the_expected_slots_still_to_come():
 
 
 def test_loss_is_the_weighted_mean():
-    """If this broke, losses of batches with other answer lengths could not be compared."""
+    """If this broke, losses of batches with different answer lengths could not be compared."""
     loss = weighted_mean(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 1.0]))
     assert loss.item() == pytest.approx(5 / 4)
     assert weighted_mean(torch.zeros(0), torch.zeros(0)).item() == 0
@@ -117,7 +117,7 @@ def test_loss_is_the_weighted_mean():
 @pytest.mark.parametrize("cap", [0.0, 2.0])
 @pytest.mark.parametrize("soft", [False, True])
 def test_losses_by_hand_are_those_of_torch(soft: bool, cap: float):
-    """If this broke, bounded memory would cost correctness: the gradient is not torch's own."""
+    """If this broke, the memory-bounded loss would be wrong: its gradient is not torch's own."""
     torch.manual_seed(0)
     head = torch.nn.Linear(8, 50).requires_grad_(False)
     labels = torch.randint(50, (23,))
@@ -143,7 +143,7 @@ def test_losses_by_hand_are_those_of_torch(soft: bool, cap: float):
 
 
 def test_soft_labels_are_what_the_target_predicts_for_each_slot(examples):
-    """If this broke, a drafter would learn the prediction for another place than its own."""
+    """If this broke, a drafter would learn the prediction for a different position."""
     target, drafter = make_target().eval().requires_grad_(False), make_drafter()
     batch = collate(examples[:3], pad_id=0)
 
@@ -169,7 +169,7 @@ def test_soft_labels_are_what_the_target_predicts_for_each_slot(examples):
 
 @pytest.mark.parametrize("attention", ["sdpa", "flex"])
 def test_blocks_in_training_are_those_of_the_oracle(examples, attention):
-    """If this broke, the drafter would be trained for another computation than it is served in."""
+    """If this broke, the drafter would be trained on a different computation than is served."""
     target, drafter = make_target().eval(), make_drafter().requires_grad_(False)
     batch = collate(examples[:3], pad_id=0, multiple=16)
     assert batch.token_ids.shape[1] % 16 == 0
@@ -192,7 +192,7 @@ def test_blocks_in_training_are_those_of_the_oracle(examples, attention):
 
 
 def test_features_are_the_outputs_of_the_named_layers_in_order():
-    """If this broke, a server would feed the drafter other features than it learned from."""
+    """If this broke, a server would feed the drafter other features than it was trained on."""
     target = make_target().eval()
     ids = torch.tensor([[5, 6, 7]])
     torch.testing.assert_close(
@@ -229,7 +229,7 @@ def test_schedule_warms_up_and_ends_at_its_floor():
 
 
 def test_schedule_follows_whichever_end_is_nearer():
-    """If this broke, a run that time ends would stop at a high learning rate."""
+    """If this broke, a run that ends by its time limit would stop at a high learning rate."""
     schedule = Schedule(steps=100, seconds=10.0)
     assert schedule.share(30, 1.0) == pytest.approx(0.3)
     assert schedule.share(30, 6.0) == pytest.approx(0.6)
@@ -255,7 +255,7 @@ def test_marked_answers_are_what_the_assistant_said(tokenizer):
 
 
 def test_batches_pad_on_the_right_within_their_budget(examples):
-    """If this broke, causal attention would look at padding, or memory would run over."""
+    """If this broke, causal attention would see padding, or memory would overflow."""
     batches = Batches(examples, tokens_per_batch=1024, pad_id=0, seed=0)
     for _ in range(8):
         batch = next(batches)
@@ -277,7 +277,7 @@ def test_padding_does_not_change_the_drafter_loss(examples):
         loss_of = DrafterLoss(target=target, drafter=drafter, generator=generator, blocks=blocks)
         return loss_of(collate(group, pad_id=0)).item()
 
-    # every anchor is used, so the batch is the mean of its rows, weighted by their slots
+    # every anchor is used, so the batch loss is the mean over its rows, weighted by their slots
     generator = torch.Generator().manual_seed(0)
     parts = [loss([short]), loss([long])]
     sizes = []
@@ -323,7 +323,7 @@ def test_a_few_steps_lower_the_drafter_loss_and_leave_the_target_alone(examples,
 
 
 def test_each_place_has_its_own_draw_from_the_whole_distribution():
-    """If this broke, a card would give a drafter the acceptance of another temperature."""
+    """If this broke, a model card would report a drafter's acceptance at another temperature."""
     odds = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
     rule = sample_at(2.0, seed=1)
     found = torch.tensor([rule(2 * odds.log(), range(place)) for place in range(2000)])
@@ -333,17 +333,17 @@ def test_each_place_has_its_own_draw_from_the_whole_distribution():
 
 
 def test_an_ideal_drafter_stops_where_the_text_is_not_the_likeliest():
-    """If this broke, a card would promise more than a drafter can reach, or excuse a bad one."""
+    """If this broke, a model card would overstate what a drafter can reach, or excuse a bad one."""
     logits = torch.tensor([0.0, 1.0])
-    # the token at each position; 1 is always the likeliest
+    # the token at each position; 1 is always the argmax
     text = [0, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
     ideal = Ideal(lambda _logits, before: text[len(before)])
     for _ in range(2):
         for place in range(2, len(text)):
-            # first as if the draft before had been another one, then as it was
+            # first as if the previous draft had been a different one, then as it was
             ideal(1 - logits, text[:place])
             ideal(logits, text[:place])
-        # anchors at 2, 4 (first surprise), 8 (a whole block of 4) and the end
+        # anchors at 2, 4 (first mismatch), 8 (a whole block of 4) and the end
         generation = Generation(text[2:], blocks=[], commit_lens=[])
         ideal.count(generation, prompt_len=2, block_size=4)
         assert ideal.accept_length == 8 / 3
@@ -414,7 +414,7 @@ def released_names(layers: int) -> set[str]:
 
 @pytest.mark.parametrize("source", ["exported", "committed"])
 def test_drafter_folder_has_exactly_the_released_format(tmp_path, source):
-    """If this broke, a stock server would refuse the drafter or load it half."""
+    """If this broke, a stock server would refuse the drafter or load only part of it."""
     folder = tiny_drafter()
     if source == "exported":
         folder = tmp_path
@@ -474,7 +474,7 @@ def test_any_text_survives_the_tokenizer(tokenizer):
 
 
 def test_chat_template_opens_the_assistant_turn(tokenizer):
-    """If this broke, a chat server would ask the model in a form it never saw."""
+    """If this broke, a chat server would prompt the model in a form it never saw."""
     messages = [{"role": "system", "content": "A"}, {"role": "user", "content": "B"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == (
@@ -483,13 +483,13 @@ def test_chat_template_opens_the_assistant_turn(tokenizer):
 
 
 def test_committed_pair_is_small():
-    """If this broke, installing the package would mean a download of weights after all."""
+    """If this broke, installing the package would mean downloading weights after all."""
     files = [p for folder in (tiny_target(), tiny_drafter()) for p in folder.iterdir()]
     assert sum(p.stat().st_size for p in files) <= 8 * 2**20
 
 
 def test_committed_drafter_is_the_one_of_the_recipe(tokenizer):
-    """If this broke, rerunning the recipe would not make the pair that is shipped."""
+    """If this broke, rerunning the recipe would not reproduce the shipped pair."""
     config = json.loads((tiny_drafter() / "config.json").read_text())
     assert DrafterConfig.from_json(config) == drafter_config(tokenizer)
 

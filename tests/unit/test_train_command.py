@@ -1,4 +1,4 @@
-"""`python -m sglang_dflash train` in small: stages, what they leave behind, resuming, refusals."""
+"""`python -m sglang_dflash train` at small scale: stages, their outputs, resuming, refusals."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def train(*arguments: str | Path) -> int:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three files in the three forms: 8, 3 and 2 prompts."""
+    """Three files in the three formats: 8, 3 and 2 prompts."""
     texts = sample_prompts(13, seed=1, split="train")
     folder = tmp_path_factory.mktemp("prompts")
     rows = [json.dumps({"id": i, "prompt": text}) for i, text in enumerate(texts[:8])]
@@ -88,14 +88,14 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def out(prompts: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a whole run."""
+    """The output folder of a complete run."""
     folder = tmp_path_factory.mktemp("run") / "out"
     assert train(*SMALL, "--prompts", *prompts, "--out", folder, "--licence", "Apache-2.0") == 0
     return folder
 
 
 def test_a_run_leaves_a_drafter_in_the_released_format(out: Path):
-    """If this broke, what was trained could not be served."""
+    """If this broke, the trained drafter could not be served."""
     drafter = Drafter.from_pretrained(out / "drafter")
     assert drafter.config.layer_types == (SLIDING, FULL)
     assert drafter.config.sliding_window == 32
@@ -121,7 +121,7 @@ def test_answers_are_the_targets_own_tokens(out: Path):
 
 
 def test_the_card_says_what_was_done(out: Path, prompts: list[Path]):
-    """If this broke, nobody could make the drafter again or trust its figures."""
+    """If this broke, the drafter could not be reproduced, nor its figures trusted."""
     card = (out / "drafter" / "README.md").read_text()
     run = json.loads((out / "run.json").read_text())
     assert [(f["name"], f["rows"]) for f in run["files"]] == [
@@ -144,7 +144,7 @@ def test_the_card_says_what_was_done(out: Path, prompts: list[Path]):
 def test_calls_that_share_the_questions_answer_each_once(
     out: Path, prompts: list[Path], tmp_path: Path
 ):
-    """If this broke, work would be done twice or never, or a card not name the prompts."""
+    """If this broke, work would be done twice or never, or a model card would omit the prompts."""
     answering = (*SMALL, "--prompts", *prompts, "--temperatures", "0", "--stop-after", "answers")
     shares = [tmp_path / "1", tmp_path / "2"]
     for k, share in enumerate(shares, start=1):
@@ -174,7 +174,7 @@ def test_the_drafter_can_be_measured_again(out: Path, tmp_path: Path):
 
 
 def test_the_card_of_a_run_that_was_killed_says_so(out: Path, tmp_path: Path):
-    """If this broke, a drafter would be given credit for steps that it did not have."""
+    """If this broke, a drafter would be credited with steps that it was not trained for."""
     copy = tmp_path / "out"
     shutil.copytree(out, copy)
     scores = json.loads((copy / "scores.json").read_text())
@@ -196,7 +196,7 @@ def test_a_resumed_run_ends_with_the_same_weights(out: Path, tmp_path: Path):
         json.loads((f / "run.json").read_text())["answers"]["temperatures"] for f in (out, whole)
     ]
     assert texts[0] == texts[1], "the answers decide, not what this call would have asked for"
-    # a pause that is over at once: one step at a time
+    # pauses at once: one step at a time
     assert train(*answers, "--out", parts, "--pause-after", "1e-9") == 0
     state = torch.load(parts / "checkpoint.pt", weights_only=True)
     assert state["step"] == 1
@@ -218,7 +218,7 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
 
 
 def stop_once(process: subprocess.Popen[str], number: int, ready: Callable[[], object]) -> str:
-    """Send a signal as soon as it is `ready`; return the command that is to continue the run."""
+    """Send a signal as soon as it is `ready`; return the command that continues the run."""
     while not ready():
         assert process.poll() is None, process.communicate()[1][-4000:]
         time.sleep(0.01)
@@ -249,7 +249,7 @@ def test_a_stopped_training_is_saved_and_says_how_to_go_on(number: int, out: Pat
 
 
 def test_answers_that_were_complete_outlast_a_signal(tmp_path: Path):
-    """If this broke, an hour of answers could be lost, or a resumed run have others."""
+    """If this broke, an hour of answers could be lost, or a resumed run could have others."""
     path = tmp_path / "prompts.jsonl"
     texts = sample_prompts(160, seed=3, split="train")
     path.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
@@ -304,7 +304,7 @@ def test_an_interrupted_group_of_answers_is_dropped_and_the_rest_kept(out: Path,
 
 
 def test_sampled_answers_do_not_depend_on_how_a_run_was_cut():
-    """If this broke, a resumed run would not have the answers of its seed."""
+    """If this broke, a resumed run would not reproduce the answers of its seed."""
     target = AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.float32).eval()
     questions = [Question(str(i), [1, 40 + i, 50], 1.0, 6) for i in range(4)]
     ask = ask_transformers(target, stop=(2,), pad_id=0, seed=0, rows=2)
@@ -314,7 +314,7 @@ def test_sampled_answers_do_not_depend_on_how_a_run_was_cut():
 
 
 def test_questions_mix_temperatures_by_their_shares():
-    """If this broke, the drafter would see another kind of text than was asked for."""
+    """If this broke, the drafter would see a different kind of text than requested."""
     prompts = {f"{i:04d}": [1, 2] for i in range(2000)}
     questions = make_questions(
         prompts,
@@ -331,7 +331,7 @@ def test_questions_mix_temperatures_by_their_shares():
 
 
 def test_further_answers_to_a_prompt_are_sampled_and_held_out_prompts_have_none():
-    """If this broke, an answer would be trained on twice, or a held-out prompt be learned."""
+    """If this broke, an answer would be trained on twice, or a held-out prompt would be learned."""
     questions = make_questions(
         {"a": [1], "b": [2], "c": [3]},
         held_out=1,
@@ -349,12 +349,12 @@ def test_further_answers_to_a_prompt_are_sampled_and_held_out_prompts_have_none(
     ("count", "ids"), [(30, (1, 8, 14, 20, 27)), (36, (1, 9, 17, 25, 33)), (3, (0, 1)), (2, (0,))]
 )
 def test_features_are_spread_as_in_the_released_drafters(count: int, ids: tuple[int, ...]):
-    """If this broke, default drafters would listen to layers that say little."""
+    """If this broke, default drafters would read uninformative layers."""
     assert spread_layer_ids(count) == ids
 
 
 def test_without_a_mask_token_an_unused_row_or_special_token_serves():
-    """If this broke, a token of real text would mean two things."""
+    """If this broke, a token of real text would double as the mask."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_target())
     config = AutoConfig.from_pretrained(tiny_target())
     assert choose_mask_token(config, tokenizer) == 3
@@ -389,7 +389,7 @@ def test_published_decays_are_the_defaults():
 
 
 def test_large_dense_masks_are_left_to_flex_attention_on_a_gpu():
-    """If this broke, long sequences would run out of memory, or short ones wait for a compiler."""
+    """If this broke, long sequences would run out of memory, or short ones wait for compilation."""
     sizes = {"block_size": 16, "blocks": 96 * 42, "tokens_per_batch": 32768, "max_length": 768}
     assert choose_attention(torch.device("cuda"), **sizes) == "sdpa"
     large = sizes | {"blocks": 512 * 10, "max_length": 3072}
@@ -432,7 +432,7 @@ UNSHAPED = tuple(argument for argument in SMALL if argument not in SMALL_SHAPE)
 def test_what_cannot_work_is_refused_with_the_reason(
     name: str, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """If this broke, a mistake would show after an hour of generating."""
+    """If this broke, a mistake would only show after an hour of generation."""
     arguments, reason = REFUSALS[name]
     given = (*SMALL, "--answers", *answer_files(out), "--out", tmp_path / "out", *arguments)
     assert train(*given) == 2
@@ -440,7 +440,7 @@ def test_what_cannot_work_is_refused_with_the_reason(
 
 
 def test_a_drafter_is_trained_further_from_its_own_weights(out: Path, tmp_path: Path):
-    """If this broke, a released drafter could not be fitted to somebody's own text."""
+    """If this broke, a released drafter could not be fine-tuned on a user's own text."""
     answers, folder = answer_files(out), tmp_path / "out"
     given = ("--answers", *answers, "--init-from", tiny_drafter(), "--learning-rate", "1e-5")
     assert train(*UNSHAPED, *given, "--out", folder, "--steps", "2") == 0
@@ -494,7 +494,7 @@ def test_broken_prompt_files_are_refused_by_line(
 def test_too_few_prompts_are_refused_before_any_is_answered(
     prompts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """If this broke, all answers would be made in vain, and be in the way of the next call."""
+    """If this broke, all answers would be generated in vain and get in the way of the next call."""
     given = (*SMALL, "--prompts", *prompts, "--out", tmp_path)
     assert train(*given, "--held-out", "13") == 2
     assert "13 prompts (0 repeated and 0 too long left out) and --held-out is 13" in (
@@ -508,7 +508,7 @@ def test_too_few_prompts_are_refused_before_any_is_answered(
 def configure(
     *arguments: str, device: str, before: dict[str, Any] | None = None
 ) -> tuple[TrainConfig, str]:
-    """The config of a command line, and the defaults chosen for the device."""
+    """Return the config of a command line, and the defaults chosen for the device."""
     parser = argparse.ArgumentParser()
     add_train_options(parser)
     options = parser.parse_args(["--model-path", "m", "--out", "o", *arguments])
@@ -517,7 +517,7 @@ def configure(
 
 
 def test_what_was_not_set_is_small_on_a_cpu():
-    """If this broke, a first try on a CPU would take hours, or a GPU be trained with little."""
+    """If this broke, a first try on a CPU would take hours, or a GPU run would train too little."""
     cpu, flags = configure("--held-out", "3", device="cpu")
     gpu, _ = configure("--held-out", "3", device="cuda")
     assert (gpu.tokens_per_batch, gpu.anchors, gpu.max_length) == (32768, 96, 1024)
@@ -553,7 +553,7 @@ def test_a_target_without_chat_template_is_refused(tmp_path: Path, capsys):
 
 
 def test_a_folder_that_holds_another_run_is_not_overwritten(out: Path, capsys):
-    """If this broke, a slip of the keyboard could cost a trained drafter."""
+    """If this broke, a typo could cost a trained drafter."""
     assert train(*SMALL, "--out", out) == 2
     assert "already holds a run" in capsys.readouterr().err
     assert train(*SMALL, "--out", out, "--resume", "--anchors", "17") == 2

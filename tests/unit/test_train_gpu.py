@@ -1,4 +1,4 @@
-"""Training on a GPU: bf16 blocks in both kinds of attention, and the command from end to end."""
+"""Training on a GPU: bf16 blocks with both kinds of attention, and the command end to end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def drafter_loss(device: str, attention: str, drafter: Drafter) -> DrafterLoss:
 
 @pytest.mark.parametrize("attention", ["sdpa", "flex"])
 def test_loss_on_a_gpu_is_that_on_a_cpu(batch, attention: str):
-    """If this broke, the figures of a GPU run would not be those of the tests."""
+    """If this broke, the figures of a GPU run would not match those of the tests."""
     expected = drafter_loss("cpu", "sdpa", Drafter.from_pretrained(tiny_drafter()))(batch).item()
     found = drafter_loss("cuda", attention, Drafter.from_pretrained(tiny_drafter()))(batch).item()
     # bf16 rounds each activation to 3 significant digits
@@ -65,7 +65,7 @@ def test_a_few_steps_on_a_gpu_lower_the_loss(batch, attention: str):
 
 @pytest.mark.parametrize("engine", ["transformers", "sglang"])
 def test_the_command_runs_on_a_gpu(tmp_path: Path, engine: str):
-    """If this broke, nobody could train where training is fast."""
+    """If this broke, training would not work where it is fast."""
     rows = [json.dumps({"prompt": text}) for text in sample_prompts(24, seed=1, split="train")]
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
     arguments = [
@@ -75,7 +75,7 @@ def test_the_command_runs_on_a_gpu(tmp_path: Path, engine: str):
         *("--tokens-per-batch", "2048", "--anchors", "16", "--minutes", "0.2"),
         *("--evaluate-prompts", "2", "--evaluate-tokens", "16", "--engine-rows", "8"),
     ]
-    # apart: an engine that shuts down ends every child of its process
+    # in a separate process: an engine that shuts down kills every child of its process
     subprocess.run([sys.executable, "-m", "sglang_dflash", *arguments], cwd=ROOT, check=True)
     assert Drafter.from_pretrained(tmp_path / "out" / "drafter").config.num_hidden_layers == 2
     scores = json.loads((tmp_path / "out" / "scores.json").read_text())
