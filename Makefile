@@ -1,15 +1,15 @@
-# make demo   install, serve on this machine, ask, show acceptance and speed beside plain decoding
-# make chat   the same, asked by you
+# make demo   install, serve here, ask questions, show acceptance and speed against plain decoding
+# make chat   the same, with your own questions
 # make test   install and run every test that this machine can run
-# make smoke  serve every family of the recipes on this machine's GPU: starts, exact, step time
+# make smoke  serve every recipe family on this machine's GPU: start-up, exactness, step time
 VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
-# torch from PyPI is its CUDA build and 2.2 GB of CUDA libraries; this index has wheels for a CPU
+# torch from PyPI is the CUDA build with 2.2 GB of CUDA libraries; this index has CPU wheels
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-# a Python that has SGLang, this package and a GPU serves there; otherwise ours, on the CPU. -P: the
-# package must be installed there, not just lie here, or SGLang would not find it
+# use PYTHON if it has SGLang, this package and a GPU, otherwise our venv on the CPU. -P: the
+# package must be installed, not just in the current folder, or SGLang would not find it
 HAS_GPU := import sys, torch, importlib.util as u; \
   sys.exit(not (torch.cuda.is_available() and u.find_spec("sglang") and u.find_spec("sglang_dflash")))
 RUN = if $(PYTHON) -P -c '$(HAS_GPU)' 2>/dev/null; then python=$(PYTHON); \
@@ -17,11 +17,11 @@ RUN = if $(PYTHON) -P -c '$(HAS_GPU)' 2>/dev/null; then python=$(PYTHON); \
   >/dev/null; then echo "$(PYTHON) has no SGLang for the GPU here: this runs on the CPU"; fi; \
   fi && $$python
 
-# in one sentence, before anything is made
+# a one-line error before anything is installed
 RIGHT_PYTHON := import platform, sys; \
   sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)) and "$(PYTHON) is Python " + \
   platform.python_version() + ", this needs 3.11 or 3.12: make PYTHON=python3.12 ...")
-# no longer than 3 s, whatever does not answer
+# gives up after 3 s, whatever hangs
 ANSWERS := import os, sys, threading, urllib.request; \
   clock = threading.Timer(3, os._exit, [1]); clock.daemon = True; clock.start(); \
   urllib.request.urlopen(sys.argv[1])
@@ -40,7 +40,7 @@ test: venv lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
 	@$(BIN)/python tests/smoke/since.py
 
-# with the Python that has SGLang and a GPU, at most 8 minutes; SMOKE="--families gemma4" runs a part
+# needs a PYTHON with SGLang and a GPU, at most 8 minutes; SMOKE="--families gemma4" runs a subset
 smoke:
 	@$(PYTHON) -m tests.smoke.run $(SMOKE)
 
@@ -50,7 +50,7 @@ lint: venv
 venv: $(VENV)/.installed
 	@:
 
-# torch and torchvision are pinned together, SGLang comes without its own pins
+# torch and torchvision are pinned together; SGLang is installed without its own pins
 $(VENV)/.installed: requirements-cpu.txt pyproject.toml
 	@$(MAKE) --no-print-directory environment
 	$(BIN)/pip install --progress-bar on -r requirements-cpu.txt
@@ -58,7 +58,7 @@ $(VENV)/.installed: requirements-cpu.txt pyproject.toml
 	$(BIN)/pip install --no-deps --no-build-isolation -e .
 	@touch $@
 
-# a Python for the CPU, whatever the machine has, with CPU wheels of torch where their index answers
+# a CPU venv, even on a GPU machine, with torch's CPU wheels if their index is reachable
 environment:
 	@command -v $(PYTHON) >/dev/null || \
 	  { echo "There is no $(PYTHON). Name a Python 3.11 or 3.12: make PYTHON=python3.12 ..."; exit 1; }

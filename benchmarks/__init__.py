@@ -1,4 +1,4 @@
-"""Whatever makes a number: from the root of the repository, `python -m benchmarks.serving` etc."""
+"""Benchmarks. Run from the root of the repository: `python -m benchmarks.serving` etc."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The GPU of a measurement: name, memory, bandwidth, arithmetic, and how its time is taken."""
+"""The GPU under test: name, memory, bandwidth, FLOP/s, and how work on it is timed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 @dataclass(frozen=True)
 class Gpu:
     name: str
-    bandwidth: float  # bytes a second, read and written
-    flops: float  # of dense bf16
+    bandwidth: float  # bytes per second, reads plus writes
+    flops: float  # per second, dense bf16
     l2_bytes: int
 
 
@@ -35,7 +35,7 @@ def measure_gpu() -> Gpu:
 
 
 def replay_us(work: Callable[[], object], repeats: int) -> float:
-    """Return the median time of some work on the GPU."""
+    """Return the median GPU time of `work`, in microseconds."""
     for _ in range(3):
         work()
     times = []
@@ -50,18 +50,18 @@ def replay_us(work: Callable[[], object], repeats: int) -> float:
 
 
 def gpu_name() -> str:
-    """Return the GPU's name; torch would take memory on it to tell, which the servers need."""
+    """Return the GPU's name, if possible without torch, whose context takes servers' memory."""
     return query("name") or torch.cuda.get_device_name()
 
 
 def memory_gib() -> float:
-    """Return the size of the GPU's memory."""
+    """Return the size of the GPU's memory in GiB."""
     mib = query("memory.total")
     return float(mib) / 1024 if mib else torch.cuda.get_device_properties(0).total_memory / 2**30
 
 
 def query(what: str) -> str | None:
-    """Return what nvidia-smi says of the first GPU, None where there is no nvidia-smi."""
+    """Query nvidia-smi about the first GPU; return None without nvidia-smi."""
     query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError):
         found = subprocess.run(query, capture_output=True, text=True)

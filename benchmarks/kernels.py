@@ -3,11 +3,11 @@
     python -m benchmarks.kernels --out benchmarks/results/kernels
     python -m benchmarks.kernels --sweep
 
-The other ops of a step are in op_cases.py. For verify attention a measurement is a CUDA graph of
-calls on rotating KV, together larger than the L2 cache, replayed often; the figure is the median
-replay over its calls. The floor is what must move (KV, queries, outputs) at the bandwidth of a
-device copy measured first, or, where it is longer, the arithmetic at the rate of a large bf16
-product.
+The other ops of a step are in op_cases.py. Verify attention is timed as a CUDA graph of calls that
+rotate through sets of KV, together larger than the L2 cache; the figure is the median replay time
+divided by the number of calls. The floor is the longer of two times: moving KV, queries and outputs
+at the bandwidth of a device copy, and the FLOPs at the rate of a large bf16 GEMM. Both rates are
+measured first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sglang_dflash.kernels.attention.tiles import TILES, LayerShape, Tile
 from sglang_dflash.kernels.attention.verify import VerifyAttention
 
 DTYPE = torch.bfloat16
-# relative, over the whole output: weights and outputs are rounded to bf16
+# relative, over the whole output: softmax weights and outputs are rounded to bf16
 MAX_ERROR = 1e-2
 
 
@@ -79,7 +79,7 @@ class Row:
 
 
 class Problem:
-    """One batch at one context, with several disjoint sets of slots to rotate through."""
+    """One batch at one context length, with several disjoint sets of slots to rotate through."""
 
     def __init__(
         self, layer: Layer, requests: int, context: int, *, block_size: int, page_size: int, l2: int
@@ -91,7 +91,7 @@ class Problem:
         total = requests * self.keys
         self.kv_bytes = total * kv_width * DTYPE.itemsize
         sets = max(1, math.ceil(3 * l2 / self.kv_bytes))
-        # sets start at even slots: Triton compiles anew for a pointer that 16 does not divide
+        # sets start at even slots: Triton recompiles for a pointer that is not 16-byte aligned
         stride = total + total % 2
         pages = math.ceil(sets * stride / page_size)
 
@@ -155,9 +155,9 @@ class Problem:
         )
 
     def time_us(self, call: Callable[[Tensor], None], replays: int) -> float:
-        """Return the median time of a call in a graph that goes through every set of slots."""
+        """Return the median time per call in a CUDA graph that cycles through all sets of slots."""
         call(self.slot_sets[0])
-        # enough calls that the start of a replay does not show
+        # enough calls to amortise the launch of a replay
         rounds = math.ceil((2 if self.kv_bytes > 1e9 else 16) / len(self.slot_sets))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -168,7 +168,7 @@ class Problem:
         return replay_us(graph.replay, replays) / calls
 
     def error(self, call: Callable[[Tensor], None]) -> float:
-        """Return the distance from the twin over its norm."""
+        """Return the relative error against the PyTorch reference."""
         self.out.fill_(float("nan"))
         call(self.slot_sets[0])
         got = self.out.float()
@@ -191,7 +191,7 @@ def problems(
 ) -> Iterator[tuple[Problem, int]]:
     chosen = [layer for layer in layers if options.layer in layer.name]
     for layer, requests, context in itertools.product(chosen, options.requests, options.contexts):
-        # beyond the window one context is like another
+        # all contexts beyond the window cost the same
         if layer.window >= 0 and any(layer.window < c < context for c in options.contexts):
             continue
         yield (
@@ -208,7 +208,7 @@ def problems(
 
 
 def sglang_kernel() -> Callable[..., None] | None:
-    """Return what serves the verify pass in SGLang."""
+    """Return SGLang's attention kernel for the verify pass; None if it is not there."""
     try:
         from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
     except ImportError as missing:
@@ -258,7 +258,7 @@ def markdown_line(row: Row) -> str:
 
 
 def candidates(dim: int) -> list[Tile]:
-    """Return the tiles worth compiling: those whose KV stages can fit beside the queries."""
+    """Return the tiles worth compiling: their KV stages and queries can fit in shared memory."""
     splits = {"ctas_per_sm": TILES[dim].ctas_per_sm, "min_run": TILES[dim].min_run}
     shapes = itertools.product((64, 128), (16, 32, 64, 128), (4, 8), (2, 3, 4), (1, 2))
     tiles = [
@@ -270,20 +270,20 @@ def candidates(dim: int) -> list[Tile]:
     return [
         tile
         for tile in tiles
-        if 2 * dim * tile.block_m + 2 * kv_bytes(tile, dim) < shared_memory
-        # the accumulator alone: 64 rows of 512 in 4 warps are 256 registers a thread
+        if 2 * dim * tile.block_m + 2 * kv_elements(tile, dim) < shared_memory
+        # the accumulator alone: 64 rows of 512 in 4 warps are 256 registers per thread
         and tile.block_m * dim // tile.dv_parts <= tile.num_warps * 32 * 128
         and (tile.dv_parts == 1 or dim == 512)
     ]
 
 
-def kv_bytes(tile: Tile, dim: int) -> int:
-    """Return the shared memory of the stages that are always there, keys and values."""
+def kv_elements(tile: Tile, dim: int) -> int:
+    """Return the keys and values in shared memory, of the stages that are always allocated."""
     return max(1, tile.num_stages - 1) * tile.block_n * (dim + dim // tile.dv_parts)
 
 
 def compile_tile(layer: Layer, tile: Tile) -> str:
-    """Compile into Triton's cache, in a process of its own; return what is wrong with the tile."""
+    """Compile into Triton's cache, in a worker process; return why the tile is unusable, or ""."""
     try:
         for requests in (1, 17):
             problem = Problem(layer, requests, 300, block_size=16, page_size=1, l2=0)
@@ -308,7 +308,7 @@ def rank(
 
 
 def sweep(options: argparse.Namespace, gpu: Gpu) -> dict[int, list[tuple[float, Tile]]]:
-    """Rank tiles per head dim, then the best three over how runs are cut."""
+    """Rank tiles per head dim, then the best three over their KV splits (ctas_per_sm, min_run)."""
     found = {}
     context = multiprocessing.get_context("spawn")
     for layer in (layer for layer in SWEPT if options.layer in layer.name):

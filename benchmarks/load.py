@@ -1,4 +1,4 @@
-"""Load on a server, and the decode rate that comes of it."""
+"""Generate load on a server and measure its decode rate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLING = {
 }
 PROMPT_IDS = (1000, 50000)
 WARM_UP_TOKENS = 8
-SECONDS_PER_RATE = 2.0  # of the longer batches, in all tries
+SECONDS_PER_RATE = 2.0  # total time of the longer batches over all tries
 
 
 def generate(url: str, ids: list[int], new_tokens: int, sampling: str) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def generate(url: str, ids: list[int], new_tokens: int, sampling: str) -> dict[s
 
 
 def prompt_ids(model_path: Path | str) -> tuple[int, int]:
-    """Return the range of token ids to draw prompts from: inside the model's vocabulary."""
+    """Return the range of token ids to draw prompts from, inside the model's vocabulary."""
     low, high = PROMPT_IDS
     config = read_config(model_path)
     vocabulary = config.get("text_config", config).get("vocab_size", high)
@@ -52,7 +52,7 @@ def draw_prompts(
 def run_batch(
     url: str, prompts: list[list[int]], new_tokens: int, sampling: str
 ) -> tuple[float, list[dict[str, Any]]]:
-    """Return how long a batch takes, all started together, and its answers."""
+    """Send a batch concurrently; return its duration and answers."""
     with ThreadPoolExecutor(len(prompts)) as pool:
         start = time.monotonic()
         answers = list(pool.map(lambda ids: generate(url, ids, new_tokens, sampling), prompts))
@@ -60,7 +60,7 @@ def run_batch(
 
 
 def ran_together(log: str) -> int:
-    """Return how many requests a server ran at once, by its log; none where some were put back."""
+    """Return how many requests a server ran concurrently, by its log; 0 if any was retracted."""
     if "Retract requests" in log:
         return 0
     running = [int(n) for n in re.findall(r"Decode batch.* #running-req: (\d+)", log)]
@@ -70,12 +70,12 @@ def ran_together(log: str) -> int:
 
 class Rate(NamedTuple):
     tokens_per_s: float
-    answers: list[dict[str, Any]]  # the first longer batch's, the same prompts for every system
-    together: int  # of the requests, at once, in the batches that the rate comes from
+    answers: list[dict[str, Any]]  # of the first longer batch; the same prompts for every system
+    together: int  # requests that ran concurrently in the batches behind the rate
     spread: float | None  # see spread_of
 
     def numbers(self) -> dict[str, Any]:
-        """Return what a result file keeps of it."""
+        """Return the fields that a result file stores."""
         return {
             "together": self.together,
             "tokens_per_s": round(self.tokens_per_s, 1),
@@ -84,8 +84,8 @@ class Rate(NamedTuple):
 
 
 def spread_of(short: list[float], long: list[float]) -> float | None:
-    """Return how far apart the rates of the fastest batches and of the second-fastest ones are,
-    as a share of the lower; None after a single try."""
+    """Return the difference between the rates of the fastest and the second-fastest batches, as
+    a fraction of the lower; None after a single try."""
     if len(long) < 2:
         return None
     taken = [b - a for a, b in zip(sorted(short)[:2], sorted(long)[:2], strict=True)]
@@ -100,7 +100,7 @@ def add_load_options(parser: argparse.ArgumentParser, *, lengths: tuple[int, int
         type=int,
         default=[2, 6],
         metavar=("FEWEST", "MOST"),
-        # argparse formats it: %% is a percent sign
+        # argparse %-formats help texts: %% is a percent sign
         help=f"of each length; ends once the two fastest agree within {AGREEMENT:.0%}%",
     )
 
@@ -122,12 +122,12 @@ def decode_rate(
     tries: Iterable[int] = (2, 6),
     ids: tuple[int, int] = PROMPT_IDS,
 ) -> Rate:
-    """Measure tokens per second.
+    """Measure decoded tokens per second.
 
-    The rate is the difference between two output lengths, the better of the tries at each, so that
-    prefill and start drop out. A batch before them pays for what is compiled at its first use: in
-    the shorter batch it would make the rate too high. `tries` are the fewest and the most; between
-    them it ends once the longer batches lasted SECONDS_PER_RATE and the fastest two agree.
+    The rate comes from the difference between two output lengths, with the fastest try of each, so
+    that prefill and start-up cancel out. A warm-up batch absorbs first-use compilation, which in
+    the shorter batch would inflate the rate. `tries` is the minimum and the maximum; in between,
+    measuring stops once the longer batches have taken SECONDS_PER_RATE and the fastest two agree.
     """
     short, long = lengths
     fewest, most = tries

@@ -1,11 +1,11 @@
-"""What the acceptance bookkeeping costs a decode step.
+"""Measure what the acceptance bookkeeping costs a decode step.
 
     python -m benchmarks.meter [--step-ms 20.1 24 57 --out benchmarks/results/meter]
 
-Runs the bookkeeping of a step by itself, as the worker does: four marks on the stream (CUDA events
+Runs a step's bookkeeping in isolation, as the worker does it: four marks on the stream (CUDA events
 on a GPU), one record per request, counters published once a second. Reports host time per step,
 which overlap scheduling hides behind the GPU, and with `--step-ms` its share of such a step; on a
-GPU also what the marks add to the stream, measured around short kernels with and without them.
+GPU also the stream time of the marks, measured around short kernels with and without them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LABELS = {"model_name": "none", "engine_type": "unified", "tp_rank": "0"}
 def host_seconds_per_step(
     num_requests: int, steps: int, device_type: str, export: PrometheusExporter
 ) -> float:
-    """Return the host's time for one step's bookkeeping; stages last no time here."""
+    """Return the host time of one step's bookkeeping; the stages are empty here."""
     book = Bookkeeping(BLOCK_SIZE, device_type, AcceptanceAlarm(BLOCK_SIZE))
     book._export = export
     chance = random.Random(0)
@@ -47,15 +47,15 @@ def host_seconds_per_step(
 
 
 def stream_seconds_per_step(steps: int) -> float:
-    """Return what four events add to a stream that is never idle.
+    """Return the time that four events add to a stream that is never idle.
 
-    Of a stream's launches about a thousand can wait; with more the host would show.
+    A stream queues about a thousand launches; beyond that, host time would be measured.
     """
     x = torch.zeros(1 << 20, device="cuda")
 
     def run(between: Callable[[], object]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # the host runs ahead of the stream while this lasts
+        # lets the host run ahead of the stream
         torch.cuda._sleep(2_000_000_000)
         begin.record()
         for _ in range(steps):
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as Markdown, with the share of a step where its length was given."""
+    """Return the rows as Markdown, with shares of a step where --step-ms was given."""
     lines = ["| requests | host | share of a step | stream | share of a step |"]
     lines.append("|---|---|---|---|---|")
     for row in rows:

@@ -1,7 +1,7 @@
-"""The ops of a step beside verify attention as cases to time: ours, the twin, what SGLang runs.
+"""Timing cases for the ops of a step besides verify attention: ours, PyTorch reference, SGLang.
 
-Weights are rotated, so that none is found in the L2 cache; what a step has just written is small
-and stays there, as it does when serving.
+Weights are rotated, so that none hits the L2 cache; activations just written are small and stay
+there, as in serving. `twin` is the PyTorch reference.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from benchmarks.op_inputs import Inputs, Sizes
 from benchmarks.sglang_ops import SGLang
 from sglang_dflash.kernels import TORCH, Noise, Ops
 
-Call = Callable[[int], object]  # takes which weight's turn it is
+Call = Callable[[int], object]  # takes the call's number, which selects the copy of the weight
 
 
 @dataclass(frozen=True)
 class Case:
     op: str
-    moved: int  # bytes read and written at least
+    moved: int  # minimum bytes read and written
     ours: Call
-    twin: Call | None  # None for twins that read lengths on the host: no graph holds them
+    twin: Call | None  # None if it reads lengths on the host: no CUDA graph can capture it
     sglang: Call | None
-    calls: int = 24  # in a graph
+    calls: int = 24  # per CUDA graph
 
 
 def cases(requests: int, ops: Ops, sizes: Sizes, dtype: torch.dtype, device: str) -> Iterator[Case]:
-    """Yield the ops at a batch of blocks; the tensors of one are gone when the next is made."""
+    """Yield a case per op for a batch of blocks; its tensors are freed before the next is made."""
     maker = Maker(requests, sizes, dtype, device)
     theirs = SGLang.find()
     yield maker.build_block(ops, theirs)
@@ -51,7 +51,7 @@ def cases(requests: int, ops: Ops, sizes: Sizes, dtype: torch.dtype, device: str
 
 
 class Maker(Inputs):
-    """A case per op, on tensors of its own."""
+    """Builds a case per op, each on its own tensors."""
 
     def build_block(self, ops: Ops, theirs: SGLang | None) -> Case:
         anchors, out = self.whole(9, self.requests), self.block()
@@ -97,10 +97,10 @@ class Maker(Inputs):
         )
 
     def layer_norms(self, ops: Ops, theirs: SGLang | None) -> Iterator[Case]:
-        """After attention the sum is normed for the MLP, after the MLP for the next layer.
+        """The residual sum is normed for the MLP after attention, for the next layer after the MLP.
 
-        With experts, after attention for the MLP, the router and the experts, and after them the
-        sum of both branches, each normed.
+        With experts, it is normed after attention for the MLP, the router and the experts;
+        afterwards both branches are normed and summed.
         """
         x, residual, branch = (self.normal(self.rows, self.sizes.hidden) for _ in range(3))
         weight, one = self.normal(self.sizes.hidden), self.normal(1)
@@ -175,7 +175,7 @@ class Maker(Inputs):
                 num_kv_heads=s.kv_heads,
                 head_dim=s.head_dim,
             )
-            # as in SGLang's layer, whose strided keys become dense here
+            # as in SGLang's layer, which makes the strided keys contiguous here
             k = k.reshape(self.rows, s.kv_heads, s.head_dim)
             theirs.rope(
                 positions=self.positions,
@@ -194,7 +194,7 @@ class Maker(Inputs):
         )
 
     def products(self, ops: Ops, theirs: SGLang | None) -> Iterator[Case]:
-        """Yield those that a kernel of ours serves at this size."""
+        """Yield the GEMMs for which we have a kernel at this size."""
         s = self.sizes
         attended = s.q_heads * s.head_dim
 
@@ -220,7 +220,7 @@ class Maker(Inputs):
                 )
 
     def argmax_rows(self, ops: Ops, noise: Noise | None = None) -> Case:
-        """SGLang widens to fp32, caps and takes torch's argmax: the twin, without noise."""
+        """SGLang upcasts to fp32, softcaps and uses torch's argmax: our reference without noise."""
         logits = self.normal(self.rows, self.sizes.vocabulary)
         cap = self.sizes.logit_cap
         return Case(
@@ -243,7 +243,7 @@ class Maker(Inputs):
         )
 
     def sample_rows(self, ops: Ops, theirs: SGLang | None) -> Case:
-        """SGLang widens to fp32, caps, scales and normalises before it filters and draws."""
+        """SGLang upcasts to fp32, softcaps, scales and normalises before it filters and samples."""
         logits = self.normal(self.rows, self.sizes.vocabulary)
         cap = self.sizes.logit_cap
         noise = self.noise()
@@ -268,11 +268,11 @@ class Maker(Inputs):
             lambda turn: ops.sample_rows(logits, noise, **filters, logit_cap=cap),
             lambda turn: TORCH.sample_rows(logits, noise, **filters, logit_cap=cap),
             theirs and sglang,
-            calls=2,  # the twin sorts
+            calls=2,  # the reference sorts
         )
 
     def reject_by_block(self, ops: Ops) -> Case:
-        """SGLang has nothing of the kind."""
+        """SGLang has no counterpart."""
         shape = (self.requests, self.sizes.block_size, self.sizes.vocabulary)
         logits, draft_logits = self.normal(*shape), self.normal(*shape)[:, 1:]
         tokens = self.whole(shape[2], 2, self.requests, shape[1] - 1)
@@ -292,7 +292,7 @@ class Maker(Inputs):
             call(ops),
             call(TORCH),
             None,
-            calls=2,  # the twin writes every probability
+            calls=2,  # the reference materialises all probabilities
         )
 
     def accept(self, ops: Ops, theirs: SGLang | None) -> Case:

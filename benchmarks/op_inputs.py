@@ -1,4 +1,4 @@
-"""Tensors of a batch of blocks, of the shapes and types that the ops of a step are given."""
+"""Inputs for a batch of blocks, with the shapes and dtypes that a step passes to the ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_dflash.kernels import Noise
 
 @dataclass(frozen=True)
 class Sizes:
-    """Gemma-4-31B and its drafter."""
+    """Sizes of Gemma-4-31B and its drafter."""
 
     hidden: int = 5376
     mlp: int = 21504
@@ -31,7 +31,7 @@ class Sizes:
 
 
 class Inputs:
-    """One batch, and tensors of its shapes with random content."""
+    """One batch, and random tensors of its shapes."""
 
     def __init__(self, requests: int, sizes: Sizes, dtype: torch.dtype, device: str) -> None:
         self.sizes, self.dtype, self.device = sizes, dtype, device

@@ -1,4 +1,4 @@
-"""The ops of a step beside verify attention, timed: ours, their twins, and what SGLang runs.
+"""Time the ops of a step besides verify attention: ours, their PyTorch references, SGLang's.
 
 Each case is timed as a CUDA graph of calls.
 """
@@ -49,7 +49,7 @@ def measure_ops(requests: list[int], ops: Ops, gpu: Gpu, replays: int) -> Iterat
 
 
 def time_us(call: Call, replays: int, calls: int) -> float:
-    """Return the median time of one call in a graph of many."""
+    """Return the median time per call in a CUDA graph of `calls` calls."""
     call(0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -59,7 +59,7 @@ def time_us(call: Call, replays: int, calls: int) -> float:
 
 
 def time_of_theirs(case: Case, replays: int) -> float | None:
-    """SGLang's functions are not an interface: another version may have changed one."""
+    """Time SGLang's functions: not a public API, so a release may have changed one (None)."""
     assert case.sglang
     try:
         return time_us(case.sglang, replays, case.calls)

@@ -28,7 +28,7 @@ Cell = dict[str, Any]
 
 
 def rate_at(cells: list[Cell], length: int, requests: int) -> tuple[float, bool] | None:
-    """Return a rate and whether it was measured, from the cells of one system at any lengths."""
+    """Return a rate and whether it was measured, from one system's cells at any lengths."""
     by_length = {cell["length"]: step_ms(cell, requests) for cell in cells}
     measured = by_length.get(length)
     if measured is not None:
@@ -60,7 +60,7 @@ def marks(cells: list[Cell], requests: int) -> str:
 
 
 def quotient(cells: list[Cell], others: list[Cell], requests: int) -> str:
-    """Return how many times faster `cells` is than `others`, at the greatest length both have."""
+    """Return the speed-up of `cells` over `others`, at the greatest length both have."""
     shared = {c["length"]: c for c in cells if step_ms(c, requests)}
     against = {c["length"]: c for c in others if step_ms(c, requests)}
     lengths = sorted(shared.keys() & against.keys())
@@ -77,7 +77,7 @@ def memory_cell(cell: Cell, part: str) -> str:
 
 
 def report(cells: list[Cell], *, shown_lengths: list[int]) -> str:
-    """Return the table, what failed, and how far derived rates were off, as Markdown."""
+    """Return the table, the errors of derived rates, and the failures, as Markdown."""
     good = [cell for cell in cells if "error" not in cell]
     requests = sorted({p["requests"] for cell in good for p in cell["points"]})
     rows: dict[tuple[str, str], dict[str, list[Cell]]] = {}
@@ -116,7 +116,7 @@ def report(cells: list[Cell], *, shown_lengths: list[int]) -> str:
 
 
 def checks(rows: dict[tuple[str, str], dict[str, list[Cell]]], requests: list[int]) -> str:
-    """Return, for every length measured beside another, what the derivation would have given."""
+    """Compare each rate measured at a second length with the derived one."""
     lines = []
     for (recipe, variant), systems in rows.items():
         for system, found in systems.items():
@@ -141,7 +141,7 @@ def checks(rows: dict[tuple[str, str], dict[str, list[Cell]]], requests: list[in
 
 
 def reason_of(error: str) -> str:
-    """Return the last line of an error and its server's log that says something."""
+    """Return the last line with "Error" of an error and its server's log, else the last line."""
     said = [line.strip() for line in error.splitlines() if "Error" in line]
     return (said[-1] if said else error.strip().splitlines()[-1])[:300]
 

@@ -1,25 +1,25 @@
-"""Every recipe of launch/ at its real shapes with random weights: does it start, what does it cost.
+"""Serve every launch/ recipe at its real shapes with random weights: start-up, memory, speed.
 
     python -m benchmarks.recipes --recipes gemma4-26b-a4b qwen3-8b --out results/recipes
 
-Each server is started by its recipe, with `--load-format dummy`, the folders of benchmarks/shapes
-and a tokenizer added and nothing else changed but what a variant says (fp8-kv: FP8 KV cache; fp8:
-FP8 target, its drafter left in bf16). Plain decoding and SGLang's DFLASH run on the attention
-backends that SGLang picks. A server must answer an OpenAI client. Then decode speed is measured as
-in serving.py: the difference between two output lengths, so that prefill drops out.
-`--side-by-side` starts the servers of a recipe together and measures one after another.
+Each server is started by its recipe, adding only `--load-format dummy`, the folders of
+benchmarks/shapes, a tokenizer and the variant's arguments (fp8-kv: FP8 KV cache; fp8: FP8 target,
+its drafter left in bf16). Plain decoding and SGLang's DFLASH run on the attention backends that
+SGLang picks. A server must answer an OpenAI client. Then decode speed is measured as in serving.py,
+from the difference between two output lengths, so that prefill cancels out. `--side-by-side` starts
+the servers of a recipe together and measures one after another.
 
-Acceptance is simulated at one length, 8 tokens a step. A step computes whole blocks whatever is
-accepted, and the context at a given output token is the same, so rates at other lengths follow from
-the same step time: requests * length / step time. The table marks them with ~. What this leaves out
-is the host's work per token; `--verify-lengths 4` starts another server at that length, shows its
-measured rate instead, and how far the derived one was off. In simulation SGLang's DFLASH commits
-the drafted tokens here, as ours does: with its default, one fixed token, all requests would ask a
-mixture of experts for the same experts.
+Acceptance is simulated at one accept length, 8 tokens per step. A step computes whole blocks
+however many tokens are accepted, and the context at a given output token is the same, so rates at
+other lengths follow from the same step time: requests * length / step time. The table marks them
+with ~. This ignores the host's work per token; `--verify-lengths 4` starts another server at that
+length, and shows its measured rate instead and the error of the derived one. In simulation SGLang's
+DFLASH commits the drafted tokens here, as ours does: its default, one fixed token, would route all
+requests of a mixture of experts to the same experts.
 
 Results are written after every server; a later call with the same --out adds to them and skips what
-is there. `--budget-s` starts no server that would probably not be done in time. Arguments that this
-script does not know go to the servers.
+is there. `--budget-s` starts no server that is unlikely to finish in time. Unknown arguments are
+passed to the servers.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from sglang_dflash.testing.server import NO_ANSWER, START_TIMEOUT_S, ServerProce
 
 LAUNCH = ROOT / "launch"
 SHAPES = ROOT / "benchmarks" / "shapes"
-PORT = 30000  # the recipes' own
+PORT = 30000  # the recipes' default
 VARIANTS = {
     "bf16": [],
     "fp8-kv": ["--kv-cache-dtype", "fp8_e4m3"],
     "fp8": ["--quantization", "fp8"],
 }
-# all of 4, 6 and 8 divide what lies between the first token and either end
+# without the first token, both are divisible by 4, 6 and 8
 LENGTHS = (73, 1033)
 FIRST_GUESS_S = 100.0
 
@@ -72,13 +72,13 @@ class Cell(NamedTuple):
 
 
 def known_recipes(shapes: Path) -> list[str]:
-    """Return the recipes that have shapes to run with."""
+    """Return the recipes that have shapes."""
     scripts = sorted(path.stem for path in LAUNCH.glob("*.sh") if path.stem not in ("serve", "cpu"))
     return [name for name in scripts if (shapes / name / "config.json").is_file()]
 
 
 def plan(options: argparse.Namespace) -> list[Cell]:
-    """Return every server asked for, those of one table row beside each other."""
+    """Return all requested servers, grouped by table row."""
     lengths = [options.accept_length, *options.verify_lengths]
     return [
         Cell(recipe, variant, system, length)
@@ -90,19 +90,19 @@ def plan(options: argparse.Namespace) -> list[Cell]:
 
 
 def tokens_needed(options: argparse.Namespace) -> int:
-    """Return the KV tokens in which the largest point runs."""
+    """Return the KV pool size, in tokens, for the largest point."""
     return sharing.pool_tokens(max(options.requests), options.context + options.lengths[1])
 
 
 def next_group(missing: list[Cell], options: argparse.Namespace) -> list[Cell]:
-    """Return the cells to serve at the same time: of one recipe and variant, as many as fit."""
+    """Return the cells to serve together: of one recipe and variant, as many as fit."""
     first = missing[0]
     several = sharing.at_once(options, *first.pair(options), tokens_needed(options))
     return [cell for cell in missing[:several] if cell[:2] == first[:2]]
 
 
 def serve(cell: Cell, options: argparse.Namespace, *, beside: int = 0) -> ServerProcess:
-    """Start a recipe on its shapes, `beside` so many others."""
+    """Start a recipe on its shapes, alongside `beside` other servers."""
     target, drafter = cell.pair(options)
     command = [str(LAUNCH / f"{cell.recipe}.sh"), "--load-format", "dummy"]
     command += ["--tokenizer-path", str(options.tokenizer_path), *VARIANTS[cell.variant]]
@@ -124,7 +124,7 @@ def serve(cell: Cell, options: argparse.Namespace, *, beside: int = 0) -> Server
 
 
 def ask_openai(server: ServerProcess) -> dict[str, Any]:
-    """Ask through the OpenAI client; return what came. Random weights say nothing worth reading."""
+    """Ask through the OpenAI client; return the token count: random weights write nonsense."""
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
     chat = client.chat.completions.create(
         model=client.models.list().data[0].id,
@@ -137,7 +137,7 @@ def ask_openai(server: ServerProcess) -> dict[str, Any]:
 
 
 def measure(cell: Cell, server: ServerProcess, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure a server that answers. Raise RuntimeError with the end of its log if it fails."""
+    """Measure a running server. Raise RuntimeError with the tail of its log if it fails."""
     ids = load.prompt_ids(options.shapes / cell.recipe)
     try:
         found: dict[str, Any] = {"start_s": server.start_s, "openai": ask_openai(server)}
@@ -173,7 +173,7 @@ def measure(cell: Cell, server: ServerProcess, options: argparse.Namespace) -> d
 def run_group(
     cells: list[Cell], options: argparse.Namespace, *, timeout_s: float
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """Start the servers of all cells, measure one after another, and yield what came of each."""
+    """Start the servers of all cells, measure one after another, and yield each result."""
     beside = len(cells) - 1
     starts = {cell: partial(serve, cell, options, beside=beside) for cell in cells}
 
@@ -187,7 +187,7 @@ def run_group(
             found = measure(cell, server, options)
         except RuntimeError as error:
             if NO_ANSWER in str(error) and timeout_s < START_TIMEOUT_S:
-                # the budget ended, not the server
+                # the budget ran out, not a failure of the server
                 continue
             print(error, flush=True)
             found = {"error": reason_of(str(error))}
@@ -195,7 +195,7 @@ def run_group(
 
 
 class Results:
-    """What has been measured, in this call and in earlier ones with the same --out."""
+    """The measurements of this call and of earlier ones with the same --out."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -214,7 +214,7 @@ class Results:
         return found is not None and not ("error" in found and self._options.retry)
 
     def add(self, cell: Cell, found: dict[str, Any]) -> None:
-        """Keep a cell with the number of the call that measured it, and write everything."""
+        """Store a cell with the number of the call that measured it, and write all results."""
         call = len(self._about["earlier_calls"])
         self.cells[cell.key] = {**cell._asdict(), "call": call, **found}
         self.write()
@@ -234,7 +234,7 @@ class Results:
 
 
 def run(options: argparse.Namespace) -> tuple[Results, list[Cell]]:
-    """Measure what is missing while the budget lasts; return the results and what is left."""
+    """Measure missing cells while the budget lasts; return the results and the cells left."""
     results = Results(options)
     missing = [cell for cell in plan(options) if not results.has(cell)]
     began, longest = time.monotonic(), 0.0

@@ -1,6 +1,6 @@
-"""Result files: what is recorded with the numbers, tables and pictures on disk.
+"""Result files: provenance of the numbers, tables and plots.
 
-A result file carries its command, commit, versions and GPU; a picture needs matplotlib.
+A result file records its command, commit, versions and GPU; plots need matplotlib.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks import ROOT
 from benchmarks.gpu import gpu_name
 
 PANELS_PER_ROW = 5
-# two runs of a point agree so far, or the table marks it
+# relative difference of two runs above which the table marks a point
 AGREEMENT = 0.05
 
 Line = list[tuple[int, float]]
@@ -31,7 +31,7 @@ Draw = Callable[[dict[str, Any], Path], None]
 def add_result_options(
     parser: argparse.ArgumentParser, *, picture: bool, servers: bool = True
 ) -> None:
-    """Add where results and logs go, and what is recorded with them."""
+    """Add the options for result files, logs and the recorded commit."""
     parser.add_argument("--commit", help="to record where the tree is a copy without its history")
     files = "OUT.json, OUT.md and OUT.png" if picture else "OUT.json and OUT.md"
     parser.add_argument("--out", type=Path, help=f"writes {files}")
@@ -55,7 +55,7 @@ def provenance(commit: str | None, *, hidden: Iterable[str] = ()) -> dict[str, A
 
 
 def recorded_command(hidden: Iterable[str] = ("--out", "--logs")) -> str:
-    """Return the command without the options that only say where files lie."""
+    """Return the command without the options that only name file locations."""
     module = sys.modules["__main__"].__spec__
     kept = ["-m", module.name] if module else [short_path(sys.argv[0])]
     skip = False
@@ -67,8 +67,8 @@ def recorded_command(hidden: Iterable[str] = ("--out", "--logs")) -> str:
 
 
 def short_path(word: str) -> str:
-    """Return a path of this machine by its name, relative to the repository inside of it; any other
-    word as it is."""
+    """Shorten an absolute path to its name, or make it relative to the repository if inside it;
+    return any other word unchanged."""
     if not word.startswith("/"):
         return word
     path = Path(word)
@@ -80,12 +80,12 @@ def release(found: dict[str, Any]) -> str:
 
 
 def result_file(out: Path, suffix: str) -> Path:
-    """Return OUT with a suffix. What follows a dot in OUT, as in a release's number, stays."""
+    """Return OUT with a suffix, instead of .json only: other dots, as in a version, are kept."""
     return out.with_name(out.name.removesuffix(".json") + suffix)
 
 
 def write(found: dict[str, Any], out: Path, text: str, draw: Draw | None = None) -> None:
-    """Write OUT.json, OUT.md and, where matplotlib is at hand, OUT.png."""
+    """Write OUT.json, OUT.md and, if matplotlib is installed, OUT.png."""
     out.parent.mkdir(parents=True, exist_ok=True)
     result_file(out, ".json").write_text(json.dumps(found, indent=1) + "\n")
     about = f"`{found['command']}`, {found['gpu'] or 'no GPU'}, {release(found)}, commit "
@@ -100,17 +100,17 @@ def write(found: dict[str, Any], out: Path, text: str, draw: Draw | None = None)
 
 
 def redraw(path: Path, draw: Draw) -> None:
-    """Draw the picture of a result file."""
+    """Redraw the plot of a result file."""
     draw(json.loads(path.read_text()), path.with_suffix(".png"))
 
 
 def is_unsteady(point: dict[str, Any]) -> bool:
-    """Return whether two runs of a point disagree by more than a table can pass over."""
+    """Return whether two runs of a point differ by more than AGREEMENT."""
     return (point.get("spread") or 0.0) > AGREEMENT
 
 
 def draw_rates(panels: Mapping[str, Mapping[str, Line]], found: dict[str, Any], path: Path) -> None:
-    """Draw rate over requests: a panel per title, a line per label."""
+    """Plot rate over requests: a panel per title, a line per label."""
     import matplotlib.pyplot as plt
 
     if not panels:

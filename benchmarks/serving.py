@@ -1,19 +1,19 @@
-"""Decode speed of plain decoding, SGLang's DFLASH and ours, on one GPU, in one run.
+"""Compare the decode speed of plain decoding, SGLang's DFLASH and ours on one GPU, in one run.
 
     python -m benchmarks.serving --model-path M --draft-model-path D --load-format dummy \\
         --simulate-accept-length 8 --requests 1 8 32 --contexts 512 --out benchmarks/results/serving
 
-Each system serves alone, with the same prompts. A decode rate is the difference between two output
-lengths, so that prefill and start drop out. Writes OUT.json (command, commit, versions, GPU),
-OUT.md (the table) and OUT.png (rate over requests) after each system; the same command again
-measures what is missing. `--picture OUT.json` draws the picture again. Arguments that this script
-does not know go to the servers. Without a GPU they are those of launch/cpu.sh.
+Each system serves alone, with the same prompts. Decode rates come from the difference between two
+output lengths, so that prefill and start-up cancel out. Writes OUT.json (command, commit, versions,
+GPU), OUT.md (the table) and OUT.png (rate over requests) after each system; rerunning the command
+measures what is missing. `--picture OUT.json` redraws the plot. Unknown arguments are passed to the
+servers. Without a GPU, launch/cpu.sh starts them.
 
-Plain decoding and SGLang's DFLASH run on the attention backends that SGLang picks. `in-tree-fa4`
-or `plain-triton` as a system names its target's; `--attention-backend` names that of all systems.
+Plain decoding and SGLang's DFLASH run on the attention backends that SGLang picks. A system such as
+`in-tree-fa4` or `plain-triton` names its target's; `--attention-backend` sets that of all systems.
 Neither needs this project's package, so `--systems plain in-tree` measures another SGLang release.
 
-What overlap scheduling brings: `--systems ours-in-turn ours ours-plan-stream --trace`.
+The gain from overlap scheduling: `--systems ours-in-turn ours ours-plan-stream --trace`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measure(
     sampling: str,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Return the decode rate of one point, from the better of the tries at each length."""
+    """Return the decode rate of one point, from the fastest try at each length."""
     found = decode_rate(
         server,
         num_requests,
@@ -91,7 +91,7 @@ def measure(
     return point | {
         "accept_length": round(per_step, 3),
         "step_ms": round(1000 * num_requests * per_step / rate, 2),
-        # under simulation the text is nonsense, and sampled text has no one answer
+        # simulated text is nonsense, and sampled text is not reproducible
         "output_ids": None
         if options.simulate_accept_length or sampling != "greedy"
         else [answer["output_ids"] for answer in answers],
@@ -107,12 +107,12 @@ def accept_length(answers: list[dict[str, Any]]) -> float:
 def profile(
     num_requests: int, context: int, options: argparse.Namespace, *, keep: Path | None
 ) -> dict[str, Any]:
-    """Return the split of a step's GPU time, from a trace of some steps in full swing.
+    """Return the breakdown of a step's GPU time, from a trace of some steps under load.
 
-    The trace is copied into the folder `keep`, where one is given.
+    The trace is copied into the folder `keep`, if given.
     """
     prompts = draw_prompts(num_requests, context, "profile", options.ids)
-    # long enough that decoding goes on while the profiler starts
+    # long enough to be still decoding when the profiler starts
     load = threading.Thread(target=run_batch, args=(options.url, prompts, 1600, "greedy"))
     with tempfile.TemporaryDirectory() as folder:
         load.start()
@@ -126,7 +126,7 @@ def profile(
             time.sleep(0.5)
         if not traces:
             raise RuntimeError(f"the profiler wrote no trace at {num_requests} requests")
-        time.sleep(2)  # for the file to be complete
+        time.sleep(2)  # until the file is complete
         if keep is not None:
             keep.mkdir(parents=True, exist_ok=True)
             shutil.copy(traces[0], keep / f"trace-{num_requests}-{context}.json.gz")
@@ -153,7 +153,7 @@ def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
                     print(f"{system}: {shown}", flush=True)
                     points.append(point)
                 if options.trace and system.startswith("ours"):
-                    # a trace that fails must not cost the measurements
+                    # a failed trace must not lose the measurements
                     try:
                         keep = options.logs and options.logs / system
                         splits.append(profile(num_requests, context, options, keep=keep))
@@ -248,7 +248,7 @@ def finding(results: dict[str, Any], options: argparse.Namespace) -> dict[str, A
 
 
 def earlier(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the systems that the same command has measured at the same commit."""
+    """Return the systems already measured by the same command at the same commit."""
     path = options.out and result_files.result_file(options.out, ".json")
     if not path or not path.exists():
         return {}
@@ -267,7 +267,7 @@ def write(found: dict[str, Any], out: Path) -> None:
 
 
 def rates(results: dict[str, Any]) -> dict[tuple[str, int, int], dict[str, dict[str, Any]]]:
-    """Return {(sampling, context, requests): {system: point}}, in that order."""
+    """Return {(sampling, context, requests): {system: point}}, sorted."""
     rows: dict[tuple[str, int, int], dict[str, dict[str, Any]]] = {}
     for system, result in results.items():
         for point in result.get("points", ()):
@@ -326,7 +326,7 @@ def idle_shares(results: dict[str, Any]) -> list[str]:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Draw rate over requests, a line per system, a panel per context and way of sampling."""
+    """Plot rate over requests: a line per system, a panel per context and sampling mode."""
     rows = rates(found["results"])
     panels: dict[str, dict[str, result_files.Line]] = {}
     for panel in sorted({key[:2] for key in rows}):

@@ -1,4 +1,4 @@
-"""SGLang's functions for the work of our ops. They are no interface: a release may change one."""
+"""SGLang's counterparts of our ops. They are not a public API: a release may change one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @final
 class SGLang:
-    """What SGLang runs for the same work."""
+    """The functions that SGLang runs for the same work."""
 
     def __init__(self) -> None:
         from flashinfer.sampling import top_k_top_p_sampling_from_probs

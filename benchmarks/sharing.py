@@ -1,8 +1,8 @@
-"""Servers that start at the same time on one GPU and are measured one after another.
+"""Start several servers together on one GPU and measure them one after another.
 
-Starting takes a minute a server and leaves the GPU idle, so `--side-by-side` starts several
-together. Each is measured while the others wait for requests, asleep (`--sleep-on-idle`: SGLang's
-scheduler otherwise keeps a core busy), and is stopped after its turn.
+A server takes a minute to start and leaves the GPU idle meanwhile, so `--side-by-side` starts
+several together. Each is measured while the others are idle (`--sleep-on-idle`: otherwise SGLang's
+scheduler busy-polls a core), and is stopped after its turn.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from benchmarks import gpu, systems
 from sglang_dflash.testing.server import START_TIMEOUT_S, ServerProcess
 
-# SGLang gives KV what is free once its weights are loaded, less (1 - fraction) of what was free
-# before. Neighbours that load meanwhile count as its own weights do. So of servers that start
-# together the fraction bounds the sum, and an equal share of the GPU as each one's fraction would
-# leave the later ones less than nothing. What keeps a pool small is its number of tokens; the
-# fraction only has to let all weights and pools through.
+# SGLang's KV pool gets the memory free after loading the weights, less (1 - fraction) of what was
+# free before. Servers that load in the meantime count like its own weights. So with servers started
+# together the fraction bounds their sum, and an equal share of the GPU as each one's fraction would
+# leave the later ones a negative pool. Pools are kept small by --max-total-tokens; the fraction
+# only has to be large enough for all weights and pools.
 FRACTION = 0.92
-# of one server beside weights and KV: graphs, activations, the slot table and the CUDA context
+# per server, besides weights and KV: CUDA graphs, activations, slot table and CUDA context
 OTHER_GIB = 6.0
 HEADROOM = 1.25
-TOKENS_AHEAD = 64  # slots that a request holds for the blocks to come
+TOKENS_AHEAD = 64  # slots that a request reserves for upcoming blocks
 
 Key = TypeVar("Key")
 
@@ -45,14 +45,14 @@ def on_gpu() -> bool:
 
 
 def pool_tokens(num_requests: int, tokens_per_request: int) -> int:
-    """Return the size of a KV pool in which so many requests run together."""
+    """Return the KV pool size, in tokens, for `num_requests` concurrent requests."""
     return int(HEADROOM * num_requests * (tokens_per_request + TOKENS_AHEAD))
 
 
 def server_args(tokens: int) -> list[str]:
-    """Return the arguments with which a server leaves room to its neighbours."""
-    # SGLang's pool of sliding-window layers is this share of the full layers': with so few tokens
-    # a share below 1 would be less than the requests' windows
+    """Return the arguments that make a server leave room for its neighbours."""
+    # SGLang's sliding-window pool is this fraction of the full-attention pool: with so few tokens,
+    # a fraction below 1 would not hold the requests' windows
     found = ["--sleep-on-idle", "--max-total-tokens", str(tokens), "--swa-full-tokens-ratio", "1"]
     return found + (["--mem-fraction-static", str(FRACTION)] if on_gpu() else [])
 
@@ -60,7 +60,7 @@ def server_args(tokens: int) -> list[str]:
 def at_once(
     options: argparse.Namespace, target: Path | str, drafter: Path | str, tokens: int
 ) -> int:
-    """Return how many servers of a pair to start at the same time; 1 without --side-by-side."""
+    """Return how many servers of a pair to start together; 1 without --side-by-side."""
     if not options.side_by_side:
         return 1
     if options.at_once:
@@ -71,8 +71,8 @@ def at_once(
 
 
 def server_gib(target: Path | str, drafter: Path | str, tokens: int) -> float:
-    """Return the memory of one server with a drafter, as the doctor reads it from the configs."""
-    # imports SGLang, which takes long; --at-once does without
+    """Return the memory of one server with a drafter, as `doctor` computes it from the configs."""
+    # imports SGLang, which is slow; --at-once avoids it
     from sglang_dflash.commands.doctor import look_at_pair
 
     pair = argparse.Namespace(
@@ -106,7 +106,7 @@ def serve_all(
 ) -> Iterator[tuple[Key, ServerProcess, RuntimeError | None]]:
     """Start all servers and wait for all; then yield each, with the error if it did not start.
 
-    A server is stopped after its turn, and those that had none when the caller ends early.
+    Each server is stopped after its turn, the rest if the caller ends early.
     """
     running: dict[Key, ServerProcess] = {}
     failed: dict[Key, RuntimeError] = {}

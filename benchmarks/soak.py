@@ -1,17 +1,17 @@
-"""A storm of mixed requests against pairs of servers, every answer checked against plain decoding.
+"""Soak pairs of servers in mixed requests, checking every answer against plain decoding.
 
     python -m benchmarks.soak --requests 2000 --concurrency 24    # the embedded pair, on a CPU
     python -m benchmarks.soak --seconds 240 --pairs 4 --script tests/gpu.sh \\
         --concurrency 48 --max-running 32 --pool 3000 --chunk 512    # on a GPU
 
-Lengths from one token to two thousand, shared prefixes, streams, aborts at random moments, a KV
+Lengths from one token to two thousand, shared prefixes, streaming, aborts at random points, a KV
 pool so small that requests are retracted, and weight updates in between; greedy, seeded, penalised
-and grammar-bound. With --no-seeds there are sampled requests instead of seeded ones, which no
-other answer can be compared with: they must end as they were asked to. At the end: no wrong answer,
-no stuck request, every KV slot free, memory flat. Exit status 1 if any of it fails.
+and grammar-constrained. --no-seeds replaces seeded requests with unseeded ones, which have no
+reference answer and must only end as requested. Passes with no wrong answer, no stuck request, all
+KV slots free and flat memory; otherwise exits with status 1.
 
-A tiny model is bound by the host: several pairs of servers, each with a storm of its own, fill a
-card. CUDA's MPS, if its daemon runs, spares them the switching between processes.
+A tiny model is host-bound: several pairs of servers, each with its own storm of requests, fill a
+GPU. CUDA MPS, if its daemon runs, avoids context switches between their processes.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from sglang_dflash.testing.server import Server
 
 CONTEXT = "2048"
 PLAIN_POOL = "16384"
-# for seeds; on a GPU the verify attention is then SGLang's, not ours
+# needed for seeds; on a GPU the verify attention is then SGLang's, not ours
 DETERMINISTIC = ["--enable-deterministic-inference"]
-# what Python, its allocator and the prefix tree may gain between the first third and the end
+# allowed growth of Python, its allocator and the radix cache from the first third to the end
 MEMORY_SLACK_MB = 64
 LONG_STORM = 500  # requests
 LONG_STORM_S = 60
 
 
 def faults(report: dict[str, Any]) -> list[str]:
-    """Return everything that is not as it must be."""
+    """Return all violated pass criteria."""
     growth = [memory[-1] - memory[len(memory) // 3] for memory in report["memory_mb"]]
     answered = sum(report["by_kind"].values()) + len(report["failed"])
     is_long = report["requests"] >= LONG_STORM
@@ -52,7 +52,7 @@ def faults(report: dict[str, Any]) -> list[str]:
         f"{len(report['failed'])} failed: {report['failed'][:3]}": report["failed"],
         f"{answered} answers to {report['requests']} requests": answered < report["requests"],
         f"{slots} of {pool} KV slots are free": any(free != pool for free in slots),
-        # a matter of timing; a short storm may do without
+        # depends on timing; a short storm may have none
         "no request was retracted: the pool is too large": is_long and not report["retractions"],
         "no request began like another": is_long and not report["prefix_hits"],
         f"memory grew by {growth} MB": any(mb > MEMORY_SLACK_MB for mb in growth),
@@ -74,7 +74,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         action="store_false",
         help="no seeded requests, and so no deterministic mode, which has its own verify attention",
     )
-    # little more than the longest request, so that a few of them do not fit together
+    # little more than the longest request, so that a few of them do not fit at once
     parser.add_argument("--pool", type=int, default=2200, help="KV slots of a DFLASH server")
     parser.add_argument("--chunk", type=int, default=64, help="tokens of a prefill")
     parser.add_argument("--max-running", type=int, default=16, help="requests that a server runs")
@@ -93,7 +93,7 @@ def start(options: argparse.Namespace) -> Pair:
     """Start a pair without waiting for it."""
     common = ["--context-length", CONTEXT, "--chunked-prefill-size", str(options.chunk)]
     common += ["--max-running-requests", str(options.max_running)]
-    # on a GPU every batch is run by a graph
+    # on a GPU every batch runs in a CUDA graph
     common += ["--cuda-graph-max-bs", str(options.max_running)]
     common += DETERMINISTIC if options.seeds else []
     return Pair(
@@ -104,7 +104,7 @@ def start(options: argparse.Namespace) -> Pair:
 
 @contextlib.contextmanager
 def serving(options: argparse.Namespace) -> Iterator[list[Pair]]:
-    """Start all pairs together, without waiting for them; stop them together in the end."""
+    """Start all pairs together, without waiting for them; stop them together at the end."""
     if options.script:
         Server.script = options.script.resolve()
     pairs: list[Pair] = []
@@ -122,7 +122,7 @@ def serving(options: argparse.Namespace) -> Iterator[list[Pair]]:
 
 
 def run(pairs: list[Pair], options: argparse.Namespace) -> dict[str, Any]:
-    """Let the storms loose once all pairs answer, and return their report."""
+    """Run the storms once all pairs are up, and return their report."""
     total = Outcome()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(pairs)) as pool:
         # while the servers start
@@ -148,7 +148,7 @@ def run(pairs: list[Pair], options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return what counts, as Markdown."""
+    """Return the key numbers as Markdown."""
     lines = ["| | |", "|---|---|"]
     lines += [f"| {kind} | {number} |" for kind, number in report["by_kind"].items()]
     names = ("requests", "seconds", "aborted", "prefix_hits", "retractions", "updates", "tokens")
@@ -162,7 +162,7 @@ def main() -> None:
     options = parse()
     with serving(options) as pairs:
         report = {**result_files.provenance(options.commit), **run(pairs, options)}
-        # before the servers stop, which may take longer than whoever waits for the report
+        # before the servers stop, which may outlast the caller's timeout
         shown = table(report)
         if options.out:
             result_files.write(report, options.out, shown)

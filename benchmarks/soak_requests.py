@@ -1,8 +1,8 @@
-"""What a storm asks, and how an answer is judged; benchmarks/soak_storm.py lets it loose.
+"""The requests of a storm and how answers are judged; benchmarks/soak_storm.py sends them.
 
 Two tokens can be so close that the rounding of a differently shaped batch decides between them,
-with and without speculation. A differing answer counts as such a tie, and is reported, only if in
-fp64 the two tokens at the first difference are equal to within TIE; anything else is wrong.
+with and without speculation. A differing answer counts as such a tie, and is reported, only if the
+two tokens at the first difference are equal to within TIE in fp64; anything else is wrong.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from sglang_dflash.train.batches import encode_prompt
 SEEDED = {"temperature": 1.4}
 COMPARED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
-    # always filtered: SGLang draws an unfiltered request with other noise when a filtered one is in
-    # its batch, so a seed gives another text beside another neighbour, with and without DFLASH
+    # always filtered: SGLang samples an unfiltered request with different noise if its batch has a
+    # filtered one, so a seed's text would depend on the neighbours, with and without DFLASH
     "seeded, top_k": SEEDED | {"top_k": 40},
     "seeded, top_k and top_p": SEEDED | {"top_k": 12, "top_p": 0.9},
-    # one penalty: without overlap SGLang applies several in an order that varies
+    # one penalty: without overlap, SGLang applies several in a varying order
     "penalised": {"temperature": 0.0, "frequency_penalty": 0.6},
     "grammar": {"temperature": 0.0, "regex": "([a-z]{2,7} ){3,30}[a-z]+"},
 }
-# no two answers are alike, so only their ends are checked
+# not reproducible, so only their ends are checked
 UNSEEDED: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 1.0},
     "sampled, top_k and top_p": {"temperature": 1.0, "top_k": 40, "top_p": 0.9},
@@ -45,9 +45,9 @@ UNSEEDED: dict[str, dict[str, Any]] = {
 KINDS = COMPARED | UNSEEDED
 EOS = 2
 REQUEST_TIMEOUT_S = 180
-# of two log-probabilities: about ten times what fp32 leaves of a logit of the embedded target
+# between log-probabilities: about ten times the fp32 error of the embedded target's logits
 TIE = 1e-5
-# of a tensor's standard deviation: changes most answers, and the drafter still fits
+# in a tensor's standard deviations: changes most answers, yet the drafter still fits
 WEIGHT_NOISE = 0.02
 
 
@@ -69,11 +69,11 @@ class Ask:
 class Answer:
     tokens: list[int]
     finish: dict[str, Any] | None  # None before the end
-    cached: int  # prompt tokens that were found in the prefix tree
+    cached: int  # prompt tokens found in the prefix cache
 
 
 def choose_kinds(*, seeds: bool) -> list[str]:
-    """Return the kinds of a storm: with seeds every answer can be compared with plain decoding."""
+    """Return the kinds of request; with seeds, all answers can be compared with plain decoding."""
     if seeds:
         return list(COMPARED)
     return [name for name, kind in COMPARED.items() if not kind["temperature"]] + list(UNSEEDED)
@@ -89,8 +89,8 @@ def encode_questions() -> list[list[int]]:
 
 
 def draw(chance: random.Random, kinds: list[str], questions: list[list[int]]) -> Ask:
-    """Make up a request: a question, which is drafted well, or noise, of which half begins like
-    other noise."""
+    """Draw a request: a question, which is drafted well, or random tokens, half of the time with
+    a shared prefix."""
     kind = chance.choice(kinds)
     length = chance.choice([1, 2, 7, 30, 63, 64, 65, 120, 250, 250, 700, 1800])
     if chance.random() < 0.5:
@@ -104,7 +104,7 @@ def draw(chance: random.Random, kinds: list[str], questions: list[list[int]]) ->
     params = {
         **KINDS[kind],
         "max_new_tokens": chance.choice([1, 2, 15, 16, 17, 40, 90, 200]),
-        # after the end of a grammar's text SGLang would emit one stray token without speculation
+        # past the end of a grammar, SGLang without speculation would emit one stray token
         "ignore_eos": kind != "grammar" and chance.random() < 0.5,
     }
     if kind in COMPARED and params["temperature"] > 0:
@@ -120,7 +120,7 @@ def draw(chance: random.Random, kinds: list[str], questions: list[list[int]]) ->
 
 
 def answer(url: str, ask: Ask, *, whole: bool) -> Answer:
-    """Return what came; `whole` ignores that the storm would hang up."""
+    """Send a request and return its answer; `whole` neither streams nor aborts."""
     body = {**ask.body, "stream": ask.stream and not whole}
     response = requests.post(
         f"{url}/generate", json=body, stream=body["stream"], timeout=REQUEST_TIMEOUT_S
@@ -150,7 +150,7 @@ def _read(reply: dict[str, Any]) -> Answer:
 
 
 def flaw(ask: Ask, found: Answer) -> str | None:
-    """Return what is wrong with an answer that no other can be compared with; None for nothing."""
+    """Return what is wrong with an answer that has no reference; None if nothing."""
     params, tokens = ask.body["sampling_params"], found.tokens
     if outside := [token for token in tokens if not 0 <= token < VOCAB]:
         return f"tokens outside the vocabulary: {outside}"
@@ -171,8 +171,8 @@ def flaw(ask: Ask, found: Answer) -> str | None:
 def gap_at_first_difference(
     ask: dict[str, Any], want: list[int], got: list[int], *, weights: Path
 ) -> float:
-    """Return how far apart the two tokens are in fp64 under the weights that were in force;
-    infinite if one answer ended."""
+    """Return the fp64 gap between the first two differing tokens, under the weights in use at the
+    time; infinite if one answer is a prefix of the other."""
     k = next((k for k, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), None)
     if k is None:
         return math.inf
@@ -187,13 +187,13 @@ def gap_at_first_difference(
     gap = abs(logits[one] - logits[two]).item()
     if "sampling_seed" not in params:
         return gap
-    # the noise belongs to a token's rank, so tokens of equal logits may change places, too
+    # noise is assigned by rank, so tokens with equal logits may also swap
     race = seeded_race(logits, params, position=len(prompt) + k - 1)
     return min(gap, abs(race[one] - race[two]).item())
 
 
 def seeded_race(logits: torch.Tensor, params: dict[str, Any], *, position: int) -> torch.Tensor:
-    """Return what SGLang's seeded draw compares, by token: logits plus noise by rank."""
+    """Return SGLang's seeded Gumbel-max scores by token: scaled logits plus noise by rank."""
     ranks = torch.arange(len(logits))
     seed, positions = torch.tensor([params["sampling_seed"]]), torch.tensor([position])
     hashed = _murmur_hash32(None, seed, positions, ranks)[0]
@@ -206,7 +206,7 @@ def seeded_race(logits: torch.Tensor, params: dict[str, Any], *, position: int) 
 
 
 def write_other_weights(folder: Path) -> Path:
-    """Write the embedded target with some noise on its weights, and return its folder."""
+    """Write the embedded target with noise added to its weights, and return its folder."""
     folder = folder / "other_weights"
     shutil.copytree(tiny_target(), folder)
     file = folder / "model.safetensors"

@@ -1,4 +1,4 @@
-"""The storm of one pair of servers, and what came of it; benchmarks/soak.py runs several."""
+"""A storm of requests on one pair of servers, and its outcome; benchmarks/soak.py runs several."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from sglang_dflash.testing.server import Server
 
 UPDATE_TIMEOUT_S = 120
 MEMORY_SAMPLES = 12
-# transformers changes torch's defaults while it loads a model, for every thread
+# transformers changes torch's global defaults while loading a model, for all threads
 LOADING = threading.Lock()
-# a server that died fails every request from then on
+# a dead server fails every further request
 MAX_FAILED = 20
 
 
@@ -47,7 +47,7 @@ class Pair(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What came of one pair's storm; of a storm of several, all in all."""
+    """The outcome of one pair's storm, or the total of several."""
 
     requests: int = 0
     by_kind: Counter[str] = field(default_factory=Counter)
@@ -59,7 +59,7 @@ class Outcome:
     ties: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    # of each pair
+    # one entry per pair
     memory_mb: list[list[int]] = field(default_factory=list)
     free_kv_slots: list[int | None] = field(default_factory=list)
     accept_length: list[float | None] = field(default_factory=list)
@@ -67,13 +67,13 @@ class Outcome:
     verify_attention: list[str] = field(default_factory=list)
 
     def add(self, other: Outcome) -> None:
-        """Count another pair's storm in."""
+        """Add another pair's outcome."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
 
 class Storm:
-    """The storm of one pair, from a seed of its own."""
+    """The storm on one pair, with its own seed."""
 
     def __init__(
         self, pair: Pair, options: argparse.Namespace, number: int, questions: list[list[int]]
@@ -89,7 +89,7 @@ class Storm:
         self.lock = threading.Lock()
 
     def run(self, other_weights: Path | None) -> Outcome:
-        """Storm, with the weights changed to and fro in between, and return what came of it."""
+        """Run the storm, switching the weights back and forth in between; return its outcome."""
         weights = [tiny_target(), *([other_weights] if other_weights else [])]
         self.began = time.monotonic()
         parts = self.options.updates + 1
@@ -116,7 +116,7 @@ class Storm:
         return self.outcome.requests / self.share
 
     def work(self, until: float) -> None:
-        """Send one request after another until the storm has come so far."""
+        """Send one request after another until the progress reaches `until`."""
         while (ask := self.next_ask(until)) is not None:
             self.check(ask)
 
@@ -131,7 +131,7 @@ class Storm:
             return draw(self.chance, self.kinds, self.questions)
 
     def check(self, ask: Ask) -> None:
-        """Ask for an answer and compare it, or look at its end where it cannot be compared."""
+        """Send a request and compare its answer, or check its end if it cannot be compared."""
         expected = None
         try:
             if ask.is_compared:
@@ -160,7 +160,7 @@ class Storm:
         self.outcome.prefix_hits += found.cached > 0
 
     def judge(self, weights: Path) -> None:
-        """Sort the answers that differed into ties under these weights and wrong ones."""
+        """Classify the differing answers as ties under these weights, or as wrong."""
         for found in self.differing:
             with LOADING:
                 gap = gap_at_first_difference(**found, weights=weights)
@@ -171,7 +171,7 @@ class Storm:
         self.differing = []
 
     def update(self, weights: Path) -> None:
-        """Move both servers to other weights. Requests were waited for, aborts are waited for."""
+        """Load other weights into both servers. Requests have finished; aborts are waited for."""
         try:
             before = self.probe()
             for server in self.pair:
@@ -197,10 +197,10 @@ class Storm:
         )
 
     def look_behind(self) -> None:
-        """Note what the server still holds once nothing is asked of it, and how it ran."""
+        """Record what the idle server still holds, and how it ran."""
         outcome, state = self.outcome, {}
         try:
-            # without success the free slots tell
+            # if it fails, the free slots show it
             with contextlib.suppress(RuntimeError):
                 self.pair.dflash.flush_cache()
             state = self.pair.dflash.state()["sglang_dflash"]
@@ -213,7 +213,7 @@ class Storm:
 
 
 def update_weights(server: Server, weights: Path) -> None:
-    # SGLang ends where a request that was hung up on still runs at an update
+    # SGLang exits if an aborted request is still running at an update
     server.flush_cache()
     response = requests.post(
         f"{server.url}/update_weights_from_disk",
@@ -225,7 +225,7 @@ def update_weights(server: Server, weights: Path) -> None:
 
 
 def schedule_of(state: dict[str, Any]) -> str:
-    """Return the name of a schedule in `SCHEDULES`."""
+    """Return the server's schedule, by its name in `SCHEDULES`."""
     if state["plan_stream"]:
         return "plan stream"
     return "overlap" if state["overlap_schedule"] else "in turn"
@@ -241,7 +241,7 @@ def memory_mb(server: Server) -> int:
 
 
 def warm_up(pair: Pair, kinds: list[str]) -> None:
-    """Ask for answers of each kind, so that nothing is compiled while requests wait."""
+    """Send requests of each kind, so that nothing is compiled during the storm."""
     for name in kinds:
         compared = name in COMPARED
         params = {**KINDS[name], "max_new_tokens": 8}

@@ -1,4 +1,4 @@
-"""The three systems that are compared: how each is named, started and described in a table."""
+"""The three systems compared: how each is named, started and described in a table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OUR_TARGET_BACKEND, OUR_DRAFT_BACKEND = "triton", "fa4"
 
 
 def system_name(word: str) -> str:
-    """Return a system's name if it is one: `in-tree-fa4` is SGLang's DFLASH with its target on fa4,
+    """Return `word` if it names a system: `in-tree-fa4` is SGLang's DFLASH with its target on fa4,
     `plain-triton` plain decoding on Triton."""
     if word in SYSTEMS or word in SCHEDULED or peer_backend(word):
         return word
@@ -34,12 +34,12 @@ def system_name(word: str) -> str:
 
 
 def kind_of(system: str) -> str:
-    """Return which of the three a system is."""
+    """Return which of the three systems this is a variant of."""
     return next(kind for kind in SYSTEMS if system == kind or system.startswith(f"{kind}-"))
 
 
 def peer_backend(system: str) -> str | None:
-    """Return the attention backend in the name of plain decoding or SGLang's DFLASH."""
+    """Return the attention backend in the name of a peer, such as fa4 in `in-tree-fa4`."""
     for peer in PEERS:
         if system.startswith(f"{peer}-"):
             return system.removeprefix(f"{peer}-") or None
@@ -54,12 +54,12 @@ def add_backend_option(parser: argparse.ArgumentParser) -> None:
 
 
 def backend_args(system: str, target: str | Path, forced: str | None = None) -> list[str]:
-    """Return the attention backends that a server is started with.
+    """Return the attention-backend arguments of a server.
 
     Ours gets its best. Plain decoding and SGLang's DFLASH are started as a user would start them:
     SGLang picks, unless the system's name or --peer-attention-backend (`forced`) says otherwise.
-    One choice is made for SGLang's DFLASH, in its favour: with Gemma 4 it would draft on Triton, as
-    its target does, and gets FA4 instead.
+    One exception is in favour of SGLang's DFLASH: with Gemma 4 it would draft on Triton, like its
+    target, and gets FA4 instead.
     """
     kind = kind_of(system)
     if kind == "ours":
@@ -72,13 +72,13 @@ def backend_args(system: str, target: str | Path, forced: str | None = None) -> 
 
 
 def is_gemma4(target: str | Path) -> bool:
-    """Tell a Gemma 4 target by its config, by its name where the config is not on this machine."""
+    """Return whether a target is Gemma 4, by its config, or by its name if that is not local."""
     architectures = read_config(target).get("architectures") or [Path(target).name]
     return architectures[0].lower().replace("-", "").startswith("gemma4")
 
 
 def backends_in_use(info: dict[str, Any]) -> dict[str, str]:
-    """Return the attention backends that a server runs on, by its /server_info."""
+    """Return the attention backends that a server runs on, from its /server_info."""
     base = info["attention_backend"]
     found = {part: info.get(f"{part}_attention_backend") or base for part in ("prefill", "decode")}
     if info.get("speculative_algorithm"):
@@ -87,7 +87,7 @@ def backends_in_use(info: dict[str, Any]) -> dict[str, str]:
 
 
 def backends_text(found: dict[str, str] | None) -> str:
-    """Return e.g. "fa3" or "triton, draft fa4"; "" where it was not recorded."""
+    """Return e.g. "fa3" or "triton, draft fa4"; "" if not recorded."""
     if not found:
         return ""
     parts = list(dict.fromkeys([found["prefill"], found["decode"]]))
@@ -95,20 +95,20 @@ def backends_text(found: dict[str, str] | None) -> str:
 
 
 def backends_line(results: dict[str, Any]) -> str:
-    """Return the line under a table that says which attention backends each system ran on."""
+    """Return the line below a table that lists each system's attention backends."""
     shown = {name: backends_text(result.get("attention")) for name, result in results.items()}
     told = "; ".join(f"{name} {text}" for name, text in shown.items() if text)
     return f"Attention backends: {told}." if told else ""
 
 
 def read_config(model_path: Path | str) -> dict[str, Any]:
-    """Return a model's config, empty where its folder is not on this machine."""
+    """Return a model's config; empty if its folder is not local."""
     path = Path(model_path) / "config.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def switches(system: str, simulate_accept_length: float = 0.0) -> dict[str, str]:
-    """Return the environment that makes a server one of the systems."""
+    """Return the environment variables that select a system."""
     kind = kind_of(system)
     if kind == "plain":
         return {"PLAIN": "1"}
@@ -123,7 +123,7 @@ def memory_by_part(state: dict[str, Any], log: str) -> dict[str, Any]:
     """Return gigabytes by part: the target's from /server_info, the drafter's from the log.
 
     SGLang's log has a "Load weight end" and a "Memory pool end" per model, the target's first. Its
-    numbers are what became less free, and below 0 where another process gave memory back meanwhile.
+    numbers are decreases in free memory, negative if another process freed memory in the meantime.
     """
     usage = state["memory_usage"]
     weights = re.findall(r"Load weight end\..*mem usage=(-?[\d.]+) GB", log)
@@ -144,7 +144,7 @@ def memory_by_part(state: dict[str, Any], log: str) -> dict[str, Any]:
 
 
 def stop_server(server: ServerProcess, logs: Path | None, name: str) -> None:
-    """Stop a server; where there is a folder for logs, keep the end of its own there."""
+    """Stop a server; save the tail of its log in the folder `logs`, if given."""
     server.stop()
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The questions of a task, and asking them through the OpenAI chat endpoint."""
+"""Read a task's questions and ask them through the OpenAI chat endpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Question:
 
 
 def read_questions(folder: Path, task: str, limit: int) -> list[Question]:
-    """Return a task's questions, shuffled once and for all, so that any first part is a mixture."""
+    """Return a task's questions in a fixed shuffled order, so that any prefix is a mixture."""
     path = folder / f"{task}.jsonl"
     if not path.is_file():
         raise SystemExit(f"There is no {path}. --data must be a folder with {task}.jsonl in it.")
@@ -88,10 +88,10 @@ def ask(
 def ask_all(
     server: ServerProcess, questions: Iterable[Question], point: Point, options: argparse.Namespace
 ) -> tuple[float, list[Answer], list[str]]:
-    """Keep as many questions in flight as the point says; return the time, answers and failures.
+    """Ask the questions at the point's concurrency; return the time, answers and failures.
 
-    After a round's share of --seconds-per-point no further question is begun; those in flight are
-    answered.
+    After a round's share of --seconds-per-point, no further question is started; those in flight
+    are finished.
     """
     _, concurrency, temperature = point
     failures: list[str] = []

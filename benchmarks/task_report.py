@@ -1,4 +1,4 @@
-"""What benchmarks/tasks.py makes of answers: equality, scores, tables and a picture."""
+"""The reports of benchmarks/tasks.py: equality, scores, tables and a plot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class Answer:
-    """One turn's answer and what it cost."""
+    """One turn's answer and its verify steps."""
 
     question: str
     turn: int
@@ -35,7 +35,7 @@ class Answer:
 
 
 def compare(plain: Iterable[Answer], others: Iterable[Answer]) -> dict[str, Any]:
-    """Compare answers to the same chats; say where the differing ones part from plain."""
+    """Compare answers to the same chats; report where differing ones diverge from plain."""
     expected = {(answer.question, answer.turn): answer.token_ids for answer in plain}
     found = {(answer.question, answer.turn): answer.token_ids for answer in others}
     equal, skipped, parted = 0, 0, []
@@ -66,7 +66,7 @@ def first_difference(ids: tuple[int, ...], wanted: tuple[int, ...]) -> int:
 
 
 def is_right(task: str, text: str, reference: str | None) -> bool | None:
-    """Mark an answer, None where it cannot be marked by looking at it. Code is not run."""
+    """Grade an answer; None if its text alone cannot be graded. Code is not run."""
     if reference is None or task not in ("gsm8k", "math500"):
         return None
     if task == "gsm8k":
@@ -84,7 +84,7 @@ def last_number(text: str) -> float | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what stands in the last \boxed{}, braces inside it included."""
+    r"""Return the content of the last \boxed{}, including nested braces."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -101,7 +101,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def plain_tex(text: str) -> str:
-    """Drop what changes the look of a formula and not its value."""
+    """Strip formatting that does not change a formula's value."""
     for noise in ("\\left", "\\right", "\\!", "\\,", "\\;", "\\ ", "$", "^{\\circ}", "^\\circ"):
         text = text.replace(noise, "")
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
@@ -125,7 +125,7 @@ def points_at(results: dict[str, Any], temperature: float) -> Points:
 def grid(
     title: str, points: Points, names: list[str], cell: Callable[[str, dict[str, Any]], str]
 ) -> str:
-    """Return a table: a row per task, a column per concurrency and system; "" where all is empty.
+    """Return a table: a row per task, a column per concurrency and system; "" if all are empty.
 
     `cell` gets a system and all systems' points at one task and concurrency."""
     tasks = list(dict.fromkeys(task for task, _ in points))
@@ -210,7 +210,7 @@ def tables(results: dict[str, Any]) -> str:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Draw rate over requests, a line per system, a panel per task and temperature."""
+    """Plot rate over requests: a line per system, a panel per task and temperature."""
     panels: dict[str, dict[str, result_files.Line]] = {}
     for system, result in found["results"].items():
         for point in result["points"]:

@@ -1,22 +1,22 @@
-"""A pair on GSM8K, MATH-500, HumanEval, MBPP and MT-Bench: speed, acceptance, and equal answers.
+"""Run a pair on GSM8K, MATH-500, HumanEval, MBPP and MT-Bench: speed, acceptance, exactness.
 
     python -m benchmarks.tasks --data DIR --model-path M --draft-model-path D --out results/tasks
 
 DIR holds one TASK.jsonl per task, a question per line: `id`, `prompt` or `turns` (each turn is
-asked with the answers before it in the chat), and `reference` where there is one. Plain decoding,
+asked with the previous answers in the chat), and an optional `reference`. Plain decoding,
 SGLang's DFLASH and ours get the same requests through the OpenAI chat endpoint, one system after
 another; the first two run on the attention backends that SGLang picks.
 
-A point is asked in rounds. Tokens per second are all output tokens over the time from the first
+A point is measured in rounds. Tokens per second are all output tokens over the time from the first
 question of a round to its last answer; the table marks a point whose rounds disagree. Accept length
-is all tokens of verify steps over all verify steps: the token that comes from the prompt is no
-step's. Greedy answers are compared token by token with plain decoding's at the same concurrency; a
-later turn only where the earlier ones are equal, since otherwise the chats differ.
+is the tokens committed by verify steps per verify step: prefill's token does not count. Greedy
+answers are compared token by token with plain decoding's at the same concurrency; a later turn only
+if the earlier ones are equal, since otherwise the chats differ.
 
-Without a GPU launch/cpu.sh serves, the embedded pair unless another is named. Writes OUT.json
-(command, commit, versions, GPU), OUT.md (tables) and OUT.png after every point, so that a run that
-is cut short loses nothing. `--side-by-side` starts the systems' servers together, which saves time.
-Arguments that this script does not know go to the servers.
+Without a GPU, launch/cpu.sh serves the pair, by default the embedded one. Writes OUT.json (command,
+commit, versions, GPU) and OUT.md (tables) after every point, so that an interrupted run loses
+nothing, and OUT.png at the end. `--side-by-side` starts the systems' servers together, which saves
+time. Unknown arguments are passed to the servers.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from sglang_dflash.train.prompts import sha256
 
 TASKS = ("gsm8k", "math500", "humaneval", "mbpp", "mtbench")
 WARM_UP_TOKENS = 32
-PROMPT_TOKENS = 1024  # room for a question in the KV pool of a server beside others
+PROMPT_TOKENS = 1024  # KV-pool room for a prompt when servers run side by side
 
 
 def serve(system: str, options: argparse.Namespace, neighbourly: list[str]) -> ServerProcess:
-    """Start one system's server by the script that a user would start it with; `neighbourly` are
-    the arguments with which it leaves room to others."""
+    """Start one system's server with the launch script that a user would use; `neighbourly` are
+    the arguments that make it leave room for others."""
     port = free_port()
     if torch.cuda.is_available():
         command = [str(ROOT / "launch" / "serve.sh"), options.model_path, options.draft_model_path]
@@ -59,14 +59,14 @@ def serve(system: str, options: argparse.Namespace, neighbourly: list[str]) -> S
 
 
 def describe_pair(target: str, drafter: str) -> dict[str, str]:
-    """Return the pair's names, and which drafter it is where its folder is here."""
+    """Return the pair's names, and the drafter's hash if its folder is local."""
     pair = {"target": result_files.short_path(target), "drafter": result_files.short_path(drafter)}
     weights = Path(drafter) / "model.safetensors"
     return {**pair, "drafter_sha256": sha256(weights)} if weights.is_file() else pair
 
 
 def meter(server: ServerProcess) -> dict[str, int] | None:
-    """Return the server's own counts, None where our DFLASH does not run."""
+    """Return the server's own counters; None without our DFLASH."""
     ours = server.state().get("sglang_dflash")
     if ours is None:
         return None
@@ -83,7 +83,7 @@ class Round(NamedTuple):
 
 
 def rate_of(rounds: list[Round]) -> dict[str, Any]:
-    """Return the rate over all rounds, and how far apart they are, as a share of the slowest."""
+    """Return the rate over all rounds, and their spread as a fraction of the slowest."""
     tokens, seconds = sum(r.tokens for r in rounds), sum(r.seconds for r in rounds)
     rates = sorted(r.tokens / r.seconds for r in rounds)
     known = len(rates) > 1 and rates[0] > 0
@@ -100,7 +100,7 @@ def measure(
 ) -> tuple[dict[str, Any], list[Answer]]:
     """Return one point's numbers and its answers.
 
-    Time and acceptance are those of all rounds, answers those of the first.
+    Time and acceptance cover all rounds, answers only the first.
     """
     before = meter(server)
     rounds, failures = [], []
@@ -203,7 +203,7 @@ class Run:
             self.write(picture=False)
 
     def _tokens_needed(self) -> int:
-        """Return the KV tokens in which the most concurrent chats run at their longest."""
+        """Return the KV pool size, in tokens, for the longest chats at the highest concurrency."""
         turns = max((len(q.turns) for found in self.questions.values() for q in found), default=1)
         longest = turns * (PROMPT_TOKENS + self.options.max_tokens)
         config = systems.read_config(self.options.model_path)
@@ -218,8 +218,8 @@ class Run:
             ask_all(server, first, ("warm-up", len(first), temperature), short)
 
     def _compare(self, system: str, point: Point) -> dict[str, Any]:
-        """Compare with plain decoding at the same point; plain itself with the least concurrency
-        that was run, which shows what the size of a batch alone changes."""
+        """Compare with plain decoding at the same point; plain itself with its lowest concurrency,
+        which shows what batch size alone changes."""
         task, _, temperature = point
         if temperature > 0:
             return {}

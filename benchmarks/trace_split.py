@@ -1,11 +1,12 @@
-"""Where a decode step's GPU time goes, from a trace that SGLang's profiler wrote of our worker.
+"""Break down a decode step's GPU time, from an SGLang profiler trace of our worker.
 
     python -m benchmarks.trace_split TRACE.json.gz [--top 15] [--out split.json]
 
 A step begins with our `_build_block` kernel, drafting ends with the first `_argmax_merge` and
-verifying with `_accept_block`. Only whole steps count, and not the first, which the profiler draws
-out. Idle is the time of a step in which no kernel runs on any stream. Kernels overlap: each counts
-from the end of those that started before it, so that the parts and idle add up to the step.
+verifying with `_accept_block`. Only whole steps count, without the last and the first, which the
+profiler slows down. Idle is the time of a step in which no kernel runs on any stream. Kernels
+overlap: each counts from the end of those that started before it, so that the parts and idle add up
+to the step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PRODUCTS = ("_product", "gemm", "nvjet", "cutlass_", "splitk", "gemv", "matmul")
 
 
 def kernels(path: Path) -> list[dict[str, Any]]:
-    """Return the GPU work of a trace, in order of start."""
+    """Return the GPU work of a trace, sorted by start time."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt") as file:
         events = json.load(file)["traceEvents"]

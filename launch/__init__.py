@@ -1,1 +1,1 @@
-"""The programs that a user starts; tests import `launch.demo` and `launch.client`."""
+"""User-facing programs; tests import `launch.demo` and `launch.client`."""

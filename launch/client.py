@@ -15,7 +15,7 @@ from sglang_dflash.metrics import replicas_of, together
 
 
 def ask(client: openai.OpenAI, question: str, *, thinking: bool, max_tokens: int | None) -> str:
-    """Print an answer as it comes and return it; what the model thinks first comes first.
+    """Stream an answer to stdout and return it; reasoning, if any, comes first.
 
     Without `max_tokens` it may fill the server's context.
     """
@@ -39,7 +39,7 @@ def ask(client: openai.OpenAI, question: str, *, thinking: bool, max_tokens: int
 
 
 def acceptance(url: str) -> dict[str, Any] | None:
-    """Return the server's counts over all replicas, None where our DFLASH does not run."""
+    """Return the acceptance counters over all replicas; None without our DFLASH."""
     response = requests.get(f"{url}/server_info", timeout=30)
     response.raise_for_status()
     replicas = replicas_of(response.json())
@@ -47,7 +47,7 @@ def acceptance(url: str) -> dict[str, Any] | None:
 
 
 def refusal(url: str, error: openai.APIError) -> str:
-    """Return the server's own reason in one line."""
+    """Return the server's own error message in one line."""
     status = getattr(error, "status_code", None)
     reason = error.body.get("message") if isinstance(error.body, dict) else None
     what = "ended the answer" if status is None else f"refused the request (HTTP {status})"
@@ -84,7 +84,7 @@ def main() -> None:
         return
     steps = after["verify_steps"] - before["verify_steps"]
     tokens = after["committed_tokens"] - before["committed_tokens"]
-    # the server's counts, so right while it serves nobody else
+    # server-wide counters: correct only while it has no other clients
     print(f"\naccept length {tokens / max(steps, 1):.2f}: {tokens} tokens in {steps} verify steps")
 
 

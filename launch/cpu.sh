@@ -2,7 +2,7 @@
 # Serve on a CPU, DFLASH on, with the embedded pair unless you name another:
 #   launch/cpu.sh [any server argument]
 # PLAIN=1 launch/cpu.sh serves the same target without speculation.
-# OVERLAP=1 leaves DFLASH's overlap scheduling on, which has nothing to gain on a CPU: for tests.
+# OVERLAP=1 keeps DFLASH's overlap scheduling on, for tests: on a CPU it gains nothing.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
@@ -12,7 +12,7 @@ if ! command -v "$python" >/dev/null; then
 fi
 "$python" "$root/launch/has_sglang.py"
 package=$root/sglang_dflash
-# SGLang's own switch for a CPU; it also turns on our stand-ins for what SGLang lacks there
+# SGLang's own CPU switch; it also enables our fallbacks for what SGLang lacks on a CPU
 export SGLANG_USE_CPU_ENGINE=1
 export PYTHONPATH=$package/glue/cpu/path${PYTHONPATH:+:$PYTHONPATH}
 # later arguments win, so each default can be overridden from the command line

@@ -1,12 +1,12 @@
-"""Serve a pair on this machine, ask it something, and show what DFlash does.
+"""Serve a pair on this machine, ask it questions, and show what DFlash does.
 
-    python launch/demo.py           # questions, acceptance, and speed beside plain decoding
-    python launch/demo.py --chat    # ask yourself
+    python launch/demo.py           # questions, acceptance, and speed against plain decoding
+    python launch/demo.py --chat    # ask your own questions
     python launch/demo.py --model-path M --draft-model-path D    # a pair of your own
 
 The pair is SmolLM2-135M-Instruct, downloaded once (93 MB), and the drafter in this package; with
---tiny it is the embedded toy, which needs no download. Two servers run side by side, with and
-without speculation, so that the speeds come from one run; on a GPU, if torch can use one.
+--tiny it is the embedded toy pair, which needs no download. Two servers run side by side, with and
+without speculation, so that the speeds come from one run; on a GPU if torch can use one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sglang_dflash.testing.server import Server
 from sglang_dflash.testing.stream import Answer, show, stream_pieces
 
 SCRIPTS = Path(__file__).resolve().parent
-# what the embedded pair has learnt
+# questions of the kinds that the embedded pair was trained on
 TINY_QUESTIONS = (
     "Please tell me a short story about Otto, a curious hare.",
     "Write the 8 times table up to 7.",
@@ -43,9 +43,9 @@ QUESTIONS = (
     "Name the months of the year, beginning with March.",
 )
 ROUNDS = 3
-PATIENCE_S = 60  # after which no further round begins
+PATIENCE_S = 60  # no further round starts after this
 MAX_TOKENS = 300
-# a CPU computes a block's rows one after another: more of them cost more than they bring
+# a CPU computes a block's rows one after another: more of them cost more than they gain
 CPU_BLOCK = 6
 BAR_WIDTH = 40
 
@@ -54,7 +54,7 @@ BAR_WIDTH = 40
 class Pair:
     target: str
     drafter: str
-    cpu_block: int | None = None  # tokens in a block on a CPU; the drafter's own unless given
+    cpu_block: int | None = None  # block size on a CPU; None: the drafter's own
 
     @property
     def is_tiny(self) -> bool:
@@ -66,7 +66,7 @@ class Pair:
 
     def serve(self, *, plain: bool = False) -> Server:
         if torch.cuda.is_available():
-            # two servers share the card
+            # two servers share the GPU
             return GpuServer(self.target, self.drafter, plain=plain, env={"MEM_FRACTION": "0.4"})
         args = ["--model-path", self.target]
         if not plain:
@@ -136,7 +136,7 @@ def choose_pair(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
 
 def read_tokenizer(pair: Pair) -> Any:
-    """Return the target's tokenizer; end with a sentence if the pair is not all there."""
+    """Return the target's tokenizer; exit with a message if the pair is incomplete."""
     try:
         check_checkpoint(pair.target, role="target")
         check_checkpoint(pair.drafter, role="drafter")
@@ -157,7 +157,7 @@ def demonstrate(plain: Server, dflash: Server, tokenizer: Any, questions: tuple[
 
 
 def chat(dflash: Server, tokenizer: Any) -> None:
-    """Answer what is typed, with what was said before, until the input ends."""
+    """Answer typed questions, with the chat so far as context, until the input ends."""
     print("Ask something; an empty line forgets what was said, Ctrl-D ends.")
     messages: list[dict[str, str]] = []
     while True:
@@ -177,7 +177,7 @@ def chat(dflash: Server, tokenizer: Any) -> None:
 
 
 def tell(server: Server, tokenizer: Any, messages: list[dict[str, str]]) -> Answer:
-    """Print an answer as it comes, accepted drafts told apart."""
+    """Stream an answer to stdout, with accepted drafts highlighted."""
     answer = Answer()
     show(stream_pieces(server.url, tokenizer, messages, max_tokens=MAX_TOKENS, answer=answer))
     if not answer.is_split_exactly:
@@ -186,8 +186,8 @@ def tell(server: Server, tokenizer: Any, messages: list[dict[str, str]]) -> Answ
 
 
 def wait_with_clock(*servers: Server) -> None:
-    """Wait for the servers with a running clock and the latest line of their log; end with the
-    last of it if one does not start."""
+    """Wait for the servers, showing a clock and the latest log line; exit with the log's tail if
+    one does not start."""
     start = time.monotonic()
 
     def tick() -> None:
@@ -213,7 +213,7 @@ def clear_line() -> None:
 
 
 def ask(server: Server, question: str) -> Speed:
-    """Ask through the OpenAI client, streaming, and time it."""
+    """Stream an answer through the OpenAI client and time it."""
     start = time.monotonic()
     tokens = 0
     for chunk in server.client.chat.completions.create(

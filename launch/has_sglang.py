@@ -1,6 +1,6 @@
-"""End with a sentence unless this Python has what a server needs. Runs in any Python 3.
+"""Exit with a message unless this Python has the packages a server needs. Runs in any Python 3.
 
-A script and not `python -m`: this package must be installed there, not just lie in a folder.
+A script, not `python -m`: this package must be installed, not just in the current folder.
 """
 
 import importlib.util

@@ -3,10 +3,10 @@
 #   launch/serve.sh TARGET DRAFTER [any server argument]
 # Each is a Hugging Face name or a local folder. PLAIN=1 serves the target without speculation, and
 # SGLANG_DFLASH=off with SGLang's own DFLASH, both on the attention backends that SGLang picks;
-# DRY_RUN=1 prints the command and does not run it. The block size is the drafter's own unless you
+# DRY_RUN=1 prints the command without running it. The block size is the drafter's own unless you
 # pass --speculative-num-draft-tokens. The pair is checked before anything is loaded, memory included:
-# MEM_FRACTION is the share of the card for weights and KV, SWA_RATIO the sliding-window layers' pool
-# in tokens, as a share of the full layers'.
+# MEM_FRACTION is the fraction of GPU memory for weights and KV, SWA_RATIO the size of the
+# sliding-window pool in tokens, as a fraction of the full-attention pool.
 set -euo pipefail
 if [ $# -lt 2 ]; then
   echo "launch/serve.sh: needs TARGET and DRAFTER, then any server argument." >&2
@@ -15,7 +15,7 @@ fi
 target=$1 drafter=$2
 shift 2
 python=${PYTHON:-python3}
-# an 80 GB card or a 141 GB one; a recipe may know better for its model
+# by GPU memory, 80 GB or 141 GB; a recipe may set its own fraction
 card=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1 || true)
 if [ "${card:-0}" -ge 100000 ]; then
   fraction=${MEM_FRACTION:-${MEM_FRACTION_141GB:-0.85}}
@@ -35,11 +35,11 @@ if [ "${PLAIN:-0}" != 1 ]; then
       --attention-backend triton --speculative-draft-attention-backend "${DRAFT_BACKEND:-fa4}"
     )
   fi
-  # the same server, behind a look at the pair
+  # the same server, after a check of the pair
   module=(sglang_dflash serve)
 fi
 if [ "${DRY_RUN:-0}" = 1 ]; then
-  # quoted as a shell reads it
+  # shell-quoted
   printf '%q ' "$python" -m "${module[@]}" "${args[@]}" "$@"
   echo
   exit 0
@@ -49,6 +49,6 @@ if ! command -v "$python" >/dev/null; then
   exit 1
 fi
 "$python" "$(dirname "${BASH_SOURCE[0]}")/has_sglang.py"
-# FA4 compiles its kernels at every start, half a minute of it, unless told to keep them on disk
+# FA4 compiles its kernels at every start, for half a minute, unless its disk cache is enabled
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1}
 exec "$python" -m "${module[@]}" "${args[@]}" "$@"

@@ -1,4 +1,4 @@
-"""Measure a pair: accept length, its histogram, and that drafting changes no token.
+"""Evaluate a pair: accept length, its histogram, and that drafting changes no token.
 
     python -m sglang_dflash.pairs.evaluate_tiny --target DIR --drafter DIR
 
@@ -79,7 +79,7 @@ def evaluate(
 
 
 def template_answers(prompts: Sequence[str], *, seed: int) -> dict[str, str]:
-    """Return the templates' own answers to prompts that `sample_prompts` drew with `seed`."""
+    """Return the templates' answers to the prompts that `sample_prompts` drew with `seed`."""
     wanted = set(prompts)
     found: dict[str, str] = {}
     for exchange in draw_exchanges(seed=seed, split="held_out"):

@@ -1,8 +1,8 @@
-"""A GGUF file as a Hugging Face folder, which SGLang and the trainer read.
+"""Convert a GGUF file to a Hugging Face folder for SGLang and the trainer.
 
     python -m sglang_dflash.pairs.from_gguf FILE.gguf --out DIR
 
-Llama and Qwen2 models with a byte-level BPE. Quantised weights are dequantised to bfloat16: the
+Supports Llama and Qwen2 with a byte-level BPE. Quantised weights are dequantised to bfloat16: the
 result is the quantised model, not the original, and needs a drafter trained for it.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Family:
     architecture: str
-    # rope layout of GGUF's q and k heads: interleaved pairs; transformers has two halves
+    # RoPE layout of GGUF's q and k heads: interleaved pairs; transformers uses two halves
     interleaved: bool
 
 
@@ -55,14 +55,14 @@ OUTSIDE = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-# GGUF token types other than normal ones
+# GGUF token types other than the normal one
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 # contractions, words, single digits, punctuation, line ends, spaces
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# cosine above which two matrices are one, quantised twice (tied embeddings)
+# cosine similarity above which two matrices are one matrix quantised twice (tied embeddings)
 SAME_MATRIX = 0.98
 
 
@@ -128,7 +128,7 @@ def target_config(fields: dict[str, Any]) -> dict[str, Any]:
         "rms_norm_eps": round(own["attention.layer_norm_rms_epsilon"], 9),
         "rope_theta": own["rope.freq_base"],
         "torch_dtype": "bfloat16",
-        # without it transformers warns of a tokenizer that some Mistral models have
+        # without it transformers warns about a tokenizer of some Mistral models
         "transformers_version": version("transformers"),
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
     }

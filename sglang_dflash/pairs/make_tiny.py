@@ -42,8 +42,8 @@ class Recipe:
     conversations: int = 20000  # about one epoch of the target
     target_schedule: Schedule = Schedule(steps=2800, learning_rate=3e-3)
     target_tokens: int = 1024  # per step, padding included
-    # the drafter is trained for one epoch on chats of the corpus that the target has not seen. The
-    # target writes like the corpus, and these chats are free; generating its own answers to a few
+    # the drafter is trained for one epoch on corpus chats that the target has not seen. The text of
+    # the target resembles the corpus, and these chats are free; generating its own answers to a few
     # hundred prompts took a third of the time, and the drafter overfitted them
     fresh_chats: int = 12000
     drafter_schedule: Schedule = Schedule(steps=3000, learning_rate=2e-3)

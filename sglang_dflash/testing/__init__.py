@@ -1,1 +1,1 @@
-"""Servers on this machine, started, asked and stopped by the demo, the tests and the benchmarks."""
+"""Local servers for the demo, the tests and the benchmarks: start, query, stop."""

@@ -1,7 +1,7 @@
-"""A server on this machine, from start to stop; for the demo, the tests and the benchmarks.
+"""Start, query and stop a local server; for the demo, the tests and the benchmarks.
 
-Imports neither torch nor SGLang: benchmarks also start servers of a Python whose SGLang is another
-release, where this package lies on the path and is not installed.
+Imports neither torch nor SGLang: benchmarks also start servers under a Python with another SGLang
+release, where this package is on the path but not installed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from typing import Any, Self
 import openai
 import requests
 
-# the checkout; programs that run beside an installed package know their own
+# root of the checkout; programs run with an installed package resolve their own paths
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 420
 NO_ANSWER = "the server did not answer in time"
 PORTS = range(20000, 32000)
 STOP_TIMEOUT_S = 3
 IDLE_TIMEOUT_S = 60
-# the ways in which SGLang can schedule DFLASH. OVERLAP is launch/cpu.sh's switch; on a GPU overlap
-# is usual
+# SGLang's scheduling modes for DFLASH. OVERLAP is launch/cpu.sh's switch; on a GPU overlap is the
+# default
 SCHEDULES = {
     "in turn": {"SGLANG_ENABLE_DFLASH_SPEC_V2": "0"},
     "overlap": {"OVERLAP": "1"},
@@ -42,9 +42,9 @@ SCHEDULES = {
 
 
 def free_port() -> int:
-    """Return a port for a server that binds it half a minute from now.
+    """Return a free port for a server that binds it half a minute later.
 
-    Below those that the system gives to outgoing connections: one of them could take it till then.
+    It is below the ephemeral range, where an outgoing connection could take it in the meantime.
     """
     while True:
         port = random.SystemRandom().choice(PORTS)
@@ -54,7 +54,7 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """A server and every process it starts, until `stop` or the end of this program."""
+    """A server and all its child processes, running until `stop` or the end of this program."""
 
     def __init__(self, command: list[str], *, port: int, env: dict[str, str]) -> None:
         self.command = command
@@ -68,9 +68,9 @@ class ServerProcess:
                 "asked. Stop the server there first."
             )
         if threading.current_thread() is threading.main_thread():
-            # `timeout` ends a program so: its servers must not outlive it
+            # `timeout` sends SIGTERM: the servers must not outlive this program
             signal.signal(signal.SIGTERM, _leave)
-        # without a name, so that nothing is left of it
+        # unnamed, so that no file is left behind
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._began = time.monotonic()
         self._process = subprocess.Popen(
@@ -91,8 +91,8 @@ class ServerProcess:
     def wait(
         self, on_wait: Callable[[], None] = lambda: None, *, timeout_s: float = START_TIMEOUT_S
     ) -> Self:
-        """Return when the server answers, calling `on_wait` now and then; raise with the end of
-        its log if it stops instead."""
+        """Wait until the server answers, calling `on_wait` between polls; raise RuntimeError with
+        the tail of its log if it exits or times out."""
         while time.monotonic() - self._began < timeout_s:
             on_wait()
             if self._process.poll() is not None:
@@ -113,7 +113,7 @@ class ServerProcess:
         return self._process.wait(timeout)
 
     def log(self) -> str:
-        # at a place of its own: the server writes where the file's stands
+        # pread, because the server writes at the shared file offset
         read = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0)
         return read.decode(errors="replace").replace("\r", "\n")
 
@@ -124,19 +124,19 @@ class ServerProcess:
         return response.json()
 
     def state(self) -> dict[str, Any]:
-        """Return the scheduler's part of /server_info: the first replica's, with our DFLASH's
-        counts summed over all of them."""
+        """Return the scheduler state from /server_info: the first replica's, with our DFLASH
+        counters summed over all replicas."""
         info = self.info()
         state = info["internal_states"][0]
         if "sglang_dflash" in state:
-            # here: benchmarks also ask servers of a Python that has no sglang_dflash
+            # local import: benchmarks also query servers of a Python without sglang_dflash
             from sglang_dflash.metrics import replicas_of, together
 
             state["sglang_dflash"] = together(replicas_of(info))
         return state
 
     def flush_cache(self) -> None:
-        """Forget every prefix, once the server is idle."""
+        """Flush the prefix cache, waiting until the server is idle."""
         deadline = time.monotonic() + IDLE_TIMEOUT_S
         while not requests.post(f"{self.url}/flush_cache", timeout=60).ok:
             if time.monotonic() > deadline:
@@ -144,7 +144,7 @@ class ServerProcess:
             time.sleep(0.2)
 
     def stop(self) -> None:
-        """End the server and every process it started. Its log stays readable."""
+        """Stop the server and all its child processes. Its log stays readable."""
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_TIMEOUT_S)
@@ -168,7 +168,7 @@ class Server(ServerProcess):
         super().__init__(
             [str(self.script), *args, "--port", str(port)],
             port=port,
-            # tiny models: a second thread costs more than it brings
+            # tiny models: a second thread costs more than it gains
             env={"PLAIN": str(int(plain)), "OMP_NUM_THREADS": "1", **(env or {})},
         )
 
@@ -179,7 +179,7 @@ class Server(ServerProcess):
     def generate(
         self, input_ids: list[int], *, rid: str | None = None, **sampling_params: Any
     ) -> dict[str, Any]:
-        """Ask SGLang's own endpoint, greedy unless told otherwise; return its whole answer."""
+        """Query SGLang's native /generate, greedy by default; return the full response."""
         body: dict[str, Any] = {
             "input_ids": input_ids,
             "sampling_params": {"temperature": 0, **sampling_params},
@@ -194,7 +194,7 @@ class Server(ServerProcess):
     def generate_all(
         self, prompts: list[list[int]], *, rids: list[str] | None = None, **sampling_params: Any
     ) -> list[dict[str, Any]]:
-        """Ask for all prompts at the same time."""
+        """Send all prompts concurrently."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(
                 pool.map(
@@ -205,5 +205,5 @@ class Server(ServerProcess):
             )
 
     def acceptance(self) -> dict[str, Any]:
-        """Return our meter's snapshot, over all replicas."""
+        """Return our acceptance counters, over all replicas."""
         return self.state()["sglang_dflash"]["acceptance"]

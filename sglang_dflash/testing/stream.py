@@ -1,7 +1,7 @@
-"""A streamed answer in which accepted drafts and the target's own tokens are told apart.
+"""Stream an answer, distinguishing accepted drafts from the target's own tokens.
 
-A verify step sends what it commits as one chunk: accepted drafts, then one token of the target's,
-which a stop may cut off.
+A verify step sends its committed tokens as one chunk: accepted drafts, then one token of the
+target, which a stop may cut off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Piece:
 
 @dataclass
 class Answer:
-    """What came of one question. `chunks` beyond one are verify steps, if none came together."""
+    """One answer. Each chunk after the first is a verify step, unless several were merged."""
 
     text: str = ""
     tokens: int = 0
@@ -40,7 +40,7 @@ class Answer:
 def stream_pieces(
     url: str, tokenizer: Any, messages: list[dict[str, str]], *, max_tokens: int, answer: Answer
 ) -> Iterator[Piece]:
-    """Yield a greedy answer as it comes, and keep count in `answer`."""
+    """Stream the pieces of a greedy answer, updating the counts in `answer`."""
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     body = {
         "input_ids": ids,
@@ -58,13 +58,13 @@ def stream_pieces(
             own = len(output_ids) - 1
             if acceptance is not None:
                 answer.verify_steps = acceptance["verify_steps"]
-                # the end: what was not accepted is one token of each step before, and of the prompt
+                # cut off by a stop: the target's own tokens are prefill's and one per earlier step
                 if own == acceptance["accepted_tokens"] + answer.verify_steps - 1:
                     own += 1
             if len(output_ids) > answer.tokens:
                 answer.chunks += 1
             for position in range(answer.tokens, len(output_ids)):
-                # a token may be part of a character, so only the whole text says what it added
+                # a token may be part of a character: decode the whole prefix to see what it added
                 text = tokenizer.decode(output_ids[: position + 1], skip_special_tokens=True)
                 if text.endswith("\N{REPLACEMENT CHARACTER}"):
                     continue
@@ -74,7 +74,7 @@ def stream_pieces(
 
 
 def show(pieces: Iterator[Piece], *, colour: bool | None = None) -> None:
-    """Print accepted drafts in green; between marks where there is no terminal."""
+    """Print accepted drafts in green, or in brackets without a terminal."""
     colour = sys.stdout.isatty() if colour is None else colour
     begin, end = (GREEN, PLAIN) if colour else ("⟦", "⟧")
     inside = False

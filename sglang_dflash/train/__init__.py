@@ -8,7 +8,7 @@
 Two published libraries train DFlash drafters, and neither fits here. speculators 0.9.0 takes its
 features from a running vLLM server and writes a format of its own: its converter reads released
 checkpoints but does not write them. specforge 0.2.0 pins torch 2.11, transformers 5.8.1 and SGLang
-0.5.14, and captures features only through that SGLang, patched. Both need `datasets` and hold more
-than 20,000 lines. A mask, a loss and a loop are smaller than an adapter would be; the model is
-already here, as the oracle of the tests.
+0.5.14, and captures features only through that SGLang, patched. Both need `datasets` and are more
+than 20,000 lines long. A mask, a loss and a training loop are less code than an adapter would be,
+and the model already exists as the tests' oracle.
 """

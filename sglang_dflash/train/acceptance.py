@@ -18,12 +18,12 @@ def accept_length(generations: Sequence[Generation]) -> float:
 
 
 def histogram(generations: Sequence[Generation]) -> dict[int, int]:
-    """Return the number of verify steps by tokens committed, before the cut at an end token."""
+    """Return the number of verify steps by tokens committed, before truncation at an end token."""
     return dict(sorted(Counter(n for g in generations for n in g.commit_lens).items()))
 
 
 def sample_at(temperature: float, *, seed: int) -> Choose:
-    """Return a token choice that samples the full softmax, seeded by position; 0 is greedy."""
+    """Return a sampler of the full softmax, seeded by position; temperature 0 is greedy."""
     if not temperature:
         return greedy
 
@@ -39,8 +39,8 @@ def sample_at(temperature: float, *, seed: int) -> Choose:
 class Ideal:
     """The accept length of an ideal drafter, which always drafts the target's argmax.
 
-    Wraps a token choice and records where it chose the argmax. Sampled text departs from the
-    argmax, which bounds the accept length that training can be expected to reach.
+    Wraps a sampler and records where it picked the argmax. Sampled text departs from the argmax,
+    which bounds the accept length that training can be expected to reach.
     """
 
     def __init__(self, choose: Choose) -> None:

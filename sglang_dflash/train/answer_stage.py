@@ -20,9 +20,9 @@ from sglang_dflash.train.prompts import Prompts, read_prompts, sha256
 # starts an engine that generates answers; injected, because only glue may import SGLang
 Engine = Callable[..., AbstractContextManager[store.Ask]]
 
-# questions per call of an engine; written together, so an interrupted run loses at most these
+# questions per engine call; written together, so an interrupted run loses at most these
 ENGINE_GROUP = 2048
-# questions that are sorted into batches of one temperature; each batch is written when complete
+# questions grouped into single-temperature batches; each batch is written when complete
 TRANSFORMERS_GROUP = 64
 
 
@@ -52,7 +52,7 @@ def collect_answers(run: Run, engine: Engine | None) -> dict[str, store.Answer]:
 def _origin(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], str, list[str]]:
     """Return the provenance of other runs' answers: prompt files, engines, and commands.
 
-    Answer files without a run.json beside them stand for their own prompts.
+    An answer file without a run.json beside it is listed as its own prompt file.
     """
     files: dict[str, dict[str, Any]] = {}
     engines, commands = set(), dict[str, None]()
@@ -126,7 +126,7 @@ def generate_answers(
 def _missing_parts(
     questions: Sequence[store.Question], kind: str, known: dict[str, store.Answer]
 ) -> list[list[store.Question]]:
-    """Return the unanswered questions, in the parts that are generated and written together."""
+    """Return the unanswered questions, in parts that are generated and written together."""
     if kind == "transformers":
         parts = store.in_batches(questions, group=TRANSFORMERS_GROUP, rows=store.ROWS)
     else:
@@ -137,7 +137,7 @@ def _missing_parts(
 
 
 def _check_held_out(config: TrainConfig, prompts: Prompts, known: dict[str, store.Answer]) -> None:
-    """Refuse too few prompts for the held-out set, before any answer is generated."""
+    """Raise ValueError if holding out leaves no prompts, before any answer is generated."""
     # prompts of earlier calls count, since their answers are trained on too
     count = len(prompts.token_ids.keys() | {key.partition(".")[0] for key in known})
     if count <= config.held_out:
@@ -179,6 +179,6 @@ def _note_answers(
 
 
 def _temperatures(answers: Iterable[store.Answer]) -> str:
-    # counted in the answers, which may come from runs with other temperatures
+    # counted from the answers, which may come from runs with other temperatures
     counts = Counter(answer.temperature for answer in answers)
     return ", ".join(f"{t:g} ({counts[t]} answers)" for t in sorted(counts))

@@ -25,10 +25,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from sglang_dflash.train.batches import Example
 from sglang_dflash.train.repeats import useful_length
 
-# batch size of a target in this process
+# batch size of an in-process target
 ROWS = 16
 Item = TypeVar("Item")
-# a file that is larger is not appended to
+# larger files are not appended to
 MAX_FILE_BYTES = 12 * 2**20
 
 
@@ -49,8 +49,8 @@ class Answer:
     answer_ids: array[int]
 
     def example(self, max_length: int) -> Example:
-        """Return prompt and answer as one training example: truncated to `max_length`, and before
-        that to a few rounds of a repetition loop."""
+        """Return prompt and answer as one training example: a repetition loop is cut to a few
+        rounds, then the whole to `max_length`."""
         answer = self.answer_ids
         if self.finish == "length":
             answer = answer[: useful_length(answer)]
@@ -146,7 +146,7 @@ def answer_files(folder: Path) -> list[Path]:
 
 
 def append_answers(folder: Path, answers: Iterable[Answer]) -> None:
-    """Add a group to the newest file, or to a new one when that is full."""
+    """Append a group to the newest file, or to a new one if that is full."""
     files = answer_files(folder)
     number = len(files) - 1 if files and files[-1].stat().st_size < MAX_FILE_BYTES else len(files)
     lines = []
@@ -154,16 +154,16 @@ def append_answers(folder: Path, answers: Iterable[Answer]) -> None:
         row = asdict(answer)
         row |= {name: row[name].tolist() for name in ("prompt_ids", "answer_ids")}
         lines.append(json.dumps(row, separators=(",", ":")) + "\n")
-    # a gzip file may hold several members: each group is one
+    # a gzip file may have several members: one per group
     with (folder / f"answers-{number:03d}.jsonl.gz").open("ab") as file:
         file.write(gzip.compress("".join(lines).encode()))
 
 
 def read_answers(paths: Iterable[Path], *, repair: bool = False) -> dict[str, Answer]:
-    """Return the answers by key, in the order of the keys.
+    """Return the answers by key, sorted by key.
 
-    A truncated last group gives the answers that are readable; `repair` rewrites its file without
-    the damage, so that further groups can be appended.
+    Of a truncated last group, the readable answers are returned; `repair` also rewrites its file
+    without the damage, so that further groups can be appended.
     """
     found: dict[str, Answer] = {}
     for path in paths:

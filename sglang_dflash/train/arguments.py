@@ -1,4 +1,4 @@
-"""The arguments of `python -m sglang_dflash train`, and the config they make. Needs no torch."""
+"""Arguments of `python -m sglang_dflash train`, and the config made from them. Needs no torch."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def read_temperatures(texts: list[str]) -> dict[float, float]:
 
 
 def read_share(text: str) -> slice:
-    """Return the questions that a call answers, from K/N."""
+    """Return the slice of questions that this call asks, from K/N."""
     share, _, shares = text.partition("/")
     try:
         first, step = int(share), int(shares)
@@ -228,9 +228,9 @@ def make_config(
     device: str,
     before: Mapping[str, Any],
 ) -> tuple[TrainConfig, str]:
-    """Return the checked config, and the defaults that were chosen for the device, as flags.
+    """Return the checked config, and the defaults chosen for the device, as flags.
 
-    `before` has the settings of the run that this one continues: they come before the defaults.
+    `before` has the settings of the run being continued, which take precedence over the defaults.
     """
     values, chosen = _resolve_defaults(vars(options), device, before)
     shape = _read_shape(options)
@@ -253,7 +253,7 @@ def make_config(
 def _resolve_defaults(
     asked: Mapping[str, Any], device: str, before: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return all values with the device's defaults, and these defaults alone."""
+    """Return all values with the device's defaults filled in, and these defaults alone."""
     values, chosen = dict(asked), dict[str, Any]()
     if values["optimizer"] == "auto":
         values["optimizer"] = None
@@ -265,7 +265,7 @@ def _resolve_defaults(
             continue
         values[name] = gpu if device == "cuda" else cpu
         if name == "tokens_per_batch":
-            # a long sequence that was asked for must fit
+            # a long --max-length must fit
             values[name] = max(values[name], values["max_length"])
         chosen[name] = values[name]
     return values, chosen

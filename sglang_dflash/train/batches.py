@@ -29,7 +29,7 @@ def make_example(token_ids: Sequence[int], answer_mask: Sequence[int]) -> Exampl
 
 @dataclass(frozen=True)
 class Batch:
-    # padding on the right needs no attention mask: causal attention never looks that way
+    # right padding needs no attention mask: causal attention never sees it
     token_ids: Tensor  # [b, S] int64
     answer_mask: Tensor  # [b, S] bool
     lens: Tensor  # [b] int64
@@ -67,7 +67,7 @@ def encode_prompt(
     *,
     thinking: bool | None = None,
 ) -> list[int]:
-    """Return the tokens a server would give the model for this chat."""
+    """Return the tokens that a server would pass to the model for this chat."""
     return encode(tokenizer, render(tokenizer, messages, ask=True, thinking=thinking))
 
 
@@ -93,7 +93,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def collate(examples: Sequence[Example], *, pad_id: int, multiple: int = 1) -> Batch:
-    """Pad on the right to the longest example, and on to a multiple of `multiple` tokens."""
+    """Right-pad to the longest example, rounded up to a multiple of `multiple` tokens."""
     lens = torch.tensor([len(e.token_ids) for e in examples])
     size = round_up(int(lens.max()), multiple)
     ids = torch.full((len(examples), size), pad_id)

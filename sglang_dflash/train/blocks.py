@@ -1,9 +1,9 @@
 """The training forward pass: many blocks per sequence through the drafter at once.
 
-It computes the same as the oracle (`Drafter.forward_anchors`) with the oracle's modules; only the
-attention and the target's forward pass differ. Two attention implementations:
+Equivalent to the oracle (`Drafter.forward_anchors`) and built from its modules; only the attention
+and the target's forward pass differ. Two attention implementations:
 
-- "sdpa" with a dense mask, [b, N*B, S + N*B]: no compilation, for a CPU and for moderate sizes;
+- "sdpa" with a dense mask, [b, N*B, S + N*B]: no compilation, for CPUs and moderate sizes;
 - "flex" with a block-sparse mask that skips masked tiles: compiled on a GPU, about half a minute.
 """
 
@@ -151,7 +151,7 @@ def run_blocks(
 
 
 def _autocast(x: Tensor) -> AbstractContextManager[object]:
-    # fp32 master weights; on a CPU all of it is fp32, as in serving
+    # fp32 master weights; on a CPU everything is fp32, as in serving
     return torch.autocast("cuda", torch.bfloat16) if x.is_cuda else nullcontext()
 
 

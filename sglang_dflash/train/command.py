@@ -30,7 +30,7 @@ def run_train(
     engine: Engine | None = None,
     stop: Stop,
 ) -> int:
-    """Run the stages that are asked for and not yet done; return 2 for invalid input."""
+    """Run the requested stages that are not yet done; return 2 for invalid input."""
     transformers_logging.disable_progress_bar()
     try:
         run = prepare(options, invocation)

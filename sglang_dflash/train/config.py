@@ -1,4 +1,4 @@
-"""What a training run is asked for, as one frozen value. Needs no torch."""
+"""The configuration of a training run, as one frozen dataclass. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# settings that decide the data or the weights: a resumed run must agree with them
+# settings that determine the data or the weights: a resumed run must use the same ones
 FIXED = (
     "model_path",
     "init_from",
@@ -27,8 +27,8 @@ FIXED = (
     "seed",
 )
 
-# defaults that depend on the device: on a GPU, and on a CPU, where the tiny target has a first
-# drafter in minutes
+# device-dependent defaults: on a GPU, and on a CPU, where they give the tiny target a first drafter
+# in minutes
 BY_DEVICE: dict[str, tuple[int | str, int | str]] = {
     "max_new_tokens": (512, 128),
     "max_length": (1024, 256),
@@ -78,7 +78,7 @@ class Invocation:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterShape:
-    """The architecture of a new drafter. None: chosen by the target."""
+    """The architecture of a new drafter. None: derived from the target."""
 
     layers: int = 4
     block_size: int = 16
@@ -89,7 +89,7 @@ class DrafterShape:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Invocation):
-    """One run, every default resolved. Fields are named after their flags."""
+    """One run, with all defaults resolved. Fields are named after their flags."""
 
     model_path: str
     device: str  # "cuda" or "cpu"
@@ -111,9 +111,9 @@ class TrainConfig(Invocation):
     thinking: str = "default"  # a key of THINKING
 
     init_from: str | None = None
-    shape: DrafterShape | None  # None: that of init_from
+    shape: DrafterShape | None  # None: taken from init_from
 
-    steps: int | None  # None: minutes alone end the training
+    steps: int | None  # None: training is limited by minutes alone
     minutes: float | None = None
     pause_after: float | None = None  # minutes
     checkpoint_every: float = 5.0  # minutes
@@ -123,7 +123,7 @@ class TrainConfig(Invocation):
     learning_rate: float = 1e-3
     labels: str = "soft"  # or "hard"
     loss: str = "dpace"  # or "decay"
-    gamma: float | None = None  # None: the published one, once the block size is known
+    gamma: float | None = None  # None: the published value for the block size
     chunk_rows: int = 4096
     attention: str = "auto"  # or "sdpa", "flex"
 

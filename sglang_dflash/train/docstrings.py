@@ -2,9 +2,9 @@
 
     python -m sglang_dflash.train.docstrings networkx.whl more_itertools.whl --out code.jsonl
 
-A drafter for a coding model wants answers that are code. Each function of a wheel, or of a folder
-of sources, makes one prompt: its signature and docstring, without its body. The licences of the
-packages hold for the prompts.
+A drafter for a coding model should be trained on code. Each function in a wheel or a source folder
+yields one prompt: its signature and docstring, without its body. The packages' licences apply to
+the prompts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def sources(path: Path) -> Iterator[str]:
 
 
 def functions(source: str) -> Iterator[tuple[str, str]]:
-    """Yield name, and signature with docstring, of each documented public function."""
+    """Yield the name, and the signature with docstring, of each documented public function."""
     try:
         module = ast.parse(source)
     except SyntaxError:

@@ -43,7 +43,7 @@ def load_target_parts(
 
 
 def find_drafter(name: str) -> Path:
-    """Return the folder of a drafter, from a folder or a Hugging Face name."""
+    """Return the folder of a drafter, given a folder or a Hugging Face name."""
     if Path(name).is_dir():
         return Path(name)
     try:
@@ -56,7 +56,7 @@ def find_drafter(name: str) -> Path:
 
 
 def read_drafter_config(folder: Path, target: PretrainedConfig) -> DrafterConfig:
-    """Return the config of a drafter to train further; refuse one of another target."""
+    """Return the config of a drafter to train further; raise ValueError for another target's."""
     try:
         raw = json.loads((folder / "config.json").read_text())
     except OSError:
@@ -119,7 +119,7 @@ def _check_mask_token(mask_token_id: int, config: PretrainedConfig) -> None:
 
 
 def _layer_types(layers: int, sliding_window: int) -> tuple[str, ...]:
-    # as in the released drafters: the last layer has full attention
+    # like the released drafters: full attention in the last layer
     return ((SLIDING if sliding_window else FULL),) * (layers - 1) + (FULL,)
 
 
@@ -134,7 +134,7 @@ def make_drafter_config(
     sliding_window: int,
     stop: Sequence[int],
 ) -> DrafterConfig:
-    """Return a drafter config with the target's hidden sizes, heads and rope."""
+    """Return a drafter config with the target's hidden sizes, heads and RoPE."""
     if mask_token_id is None:
         mask_token_id = choose_mask_token(config, tokenizer)
     _check_mask_token(mask_token_id, config)

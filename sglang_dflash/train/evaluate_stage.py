@@ -1,4 +1,4 @@
-"""The last stage: the exported drafter in the real decoding loop, and its model card."""
+"""The last stage: evaluate the exported drafter in the real decoding loop; write its model card."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def evaluate_drafter(
         config=drafter.config,
         run=run.read("run.json"),
         scores=scores,
-        # drop progress after the exported step: a killed run trained on past its last export
+        # drop progress after the exported step: a killed run had trained past its last export
         progress=[row for row in rows if row["step"] <= scores.get("step", row["step"])],
     )
     (run.out / "drafter" / "README.md").write_text(card)

@@ -1,4 +1,4 @@
-"""The drafter's loss: cross entropy of the drafted slots, weighted by their place in the block."""
+"""The drafter's loss: cross entropy of drafted slots, weighted by position in the block."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def row_losses(
     chunk: int,
 ) -> RowLosses:
     """Return each row's cross entropy with its hard label or, given the target's hidden states,
-    with the target's distribution as soft label. At most `chunk` rows of logits exist at once.
+    with the target's distribution as soft label. At most `chunk` rows of logits are held at once.
     """
     return RowLosses(*_RowLosses.apply(hidden, labels, teacher, head, logit_cap, chunk))
 
 
 class _RowLosses(torch.autograd.Function):
-    """Fused linear cross entropy over a frozen head: the gradient by the hidden state, up to the
-    row's weight, is computed with the loss, so logits are neither stored nor recomputed."""
+    """Fused linear cross entropy over a frozen head: the gradient w.r.t. the hidden state, up to
+    the row's weight, is computed with the loss, so logits are neither stored nor recomputed."""
 
     @staticmethod
     def forward(
@@ -180,7 +180,7 @@ class DrafterLoss:
 
     @torch.no_grad()
     def acceptance(self, batch: Batch) -> tuple[int, int]:
-        """Return (tokens committed, blocks) if the drafts are verified against the text itself
+        """Return (tokens committed, blocks) with the drafts verified against the text itself
         (teacher forcing): an estimate of the accept length."""
         anchors, labels = self.draw(batch)
         head = linear_head(self.target)

@@ -112,7 +112,7 @@ def _data(run: dict[str, Any]) -> str:
 
 
 def _training(run: dict[str, Any], scores: dict[str, Any]) -> str:
-    # of the runs that generated the answers, then of this one
+    # commands of the runs that generated the answers, then of this run
     all_commands = [*run["answers"]["commands"], *run["commands"]]
     commands = "\n".join(f"    {command}" for command in all_commands)
     used = ", ".join(f"{name} {version}" for name, version in run["versions"].items())

@@ -25,7 +25,7 @@ def make_optimizers(
                 matrices,
                 lr=learning_rate,
                 weight_decay=weight_decay,
-                # update RMS as of AdamW, so that AdamW's learning rates apply
+                # match AdamW's update RMS, so that its learning rates apply
                 adjust_lr_fn="match_rms_adamw",
             )
         )

@@ -119,14 +119,14 @@ def _read_known(out: Path) -> dict[str, Any]:
     """Return the run.json of a folder; an empty dict if it holds no run."""
     path = out / "run.json"
     outputs = (*answer_files(out), out / "checkpoint.pt", out / "drafter")
-    # run.json alone is left by a call that was refused later, and may be overwritten
+    # a lone run.json is left by a call that failed a later check, and may be overwritten
     if not path.exists() or not any(path.exists() for path in outputs):
         return {}
     return json.loads(path.read_text())
 
 
 def _claim(run: Run, known: dict[str, Any]) -> None:
-    """Refuse a folder that holds another run; write run.json."""
+    """Raise ValueError if the folder holds another run; write run.json."""
     config = run.config
     if known and not config.continues:
         raise ValueError(

@@ -32,7 +32,7 @@ class PromptFile:
 
 @dataclass(frozen=True)
 class Prompts:
-    token_ids: dict[str, list[int]]  # by key, in the order of the keys
+    token_ids: dict[str, list[int]]  # by key, sorted by key
     files: list[PromptFile]
     too_long: int
     repeated: int
@@ -83,7 +83,7 @@ def read_prompts(
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> None:
-    """Refuse a tokenizer without a chat template, or one that does not know `thinking`."""
+    """Raise ValueError without a chat template, or if it does not support `thinking`."""
     template = tokenizer.chat_template
     if not template:
         raise ValueError(
@@ -99,7 +99,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) ->
 
 
 def read_messages(path: Path) -> Iterator[list[dict[str, str]]]:
-    """Yield the chats of one file, each ending with a user's turn."""
+    """Yield the chats of one file, each ending with a user turn."""
     if not path.is_file():
         raise ValueError(f"--prompts names {path}, which is not a file.")
     with path.open(encoding="utf-8") as lines:

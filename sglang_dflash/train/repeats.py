@@ -1,7 +1,7 @@
 """Degenerate repetition at the end of an answer.
 
 A small target that decodes greedily often falls into a loop until the length limit. A drafter
-learns to copy from a few rounds; more of them only dilute the text that is hard to draft.
+learns to copy from a few rounds; more only dilute the text that is hard to draft.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# rounds of a loop that are kept
+# rounds of a loop to keep
 ROUNDS = 3
 
 
 def useful_length(token_ids: Sequence[int]) -> int:
-    """Return the length up to the end of the loop's first ROUNDS rounds; all tokens without a loop.
+    """Return the length up to the end of a loop's first ROUNDS rounds; without a loop, all of it.
 
     A loop is a suffix of more than ROUNDS equal rounds, the last of which may be incomplete. If
     several periods fit, the one that keeps the fewest tokens is taken.

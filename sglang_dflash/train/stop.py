@@ -1,4 +1,4 @@
-"""Graceful shutdown on Ctrl-C and SIGTERM, and the command that resumes. Needs no torch."""
+"""Graceful shutdown on Ctrl-C and SIGTERM, and the resume command. Needs no torch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked for the end."""
+    """Raised when a signal stops the run."""
 
 
 class Stop:
-    """Handler of both signals while entered. The first signal raises `Stopped`, unless it comes
-    inside `let_finish`, whose code polls `asked`; a second one always raises."""
+    """A context manager that handles both signals. The first signal raises `Stopped`, unless it
+    arrives inside `let_finish`, whose block polls `asked`; a second one always raises."""
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
@@ -60,8 +60,8 @@ class Stop:
 
 
 def run_until_stopped(invocation: Invocation, work: Callable[[Stop], int]) -> int:
-    """Do the work and return its exit code; if a signal ends it, print the command that resumes,
-    and return 128 plus the signal, as a shell does."""
+    """Run `work` and return its exit code; if a signal ends it, print the resume command and
+    return 128 plus the signal number, as a shell does."""
     with Stop() as stop:
         try:
             code = work(stop)

@@ -25,7 +25,7 @@ from sglang_dflash.train.trainer import Schedule, Trainer
 
 # evaluations on held-out answers over the whole run
 HELD_OUT_EVALUATIONS = 25
-# sequences are padded to this multiple on a GPU: fewer shapes, aligned ones
+# sequences are padded to this multiple on a GPU: fewer and aligned shapes
 GPU_MULTIPLE = 64
 
 
@@ -153,7 +153,7 @@ class _Monitor:
         self.sequences = 0
 
     def __enter__(self) -> None:
-        # in percent, because the schedule may end by time
+        # in percent, because the schedule may be limited by time
         self.bar = tqdm(
             total=100.0,
             initial=0.0,
@@ -216,7 +216,7 @@ class _Monitor:
             "index": self.batches.index,
             "looked": self.evaluated,
         }
-        # atomic: an interrupted write must not cost the last checkpoint
+        # atomic: an interrupted write must not destroy the last checkpoint
         partial = self.out / "checkpoint.partial"
         torch.save(state, partial)
         partial.replace(self.out / "checkpoint.pt")

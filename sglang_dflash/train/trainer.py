@@ -52,7 +52,7 @@ class Trainer:
     step: int = 0
     seconds: float = 0.0  # spent in steps, over all resumed processes
     rate: float = 0.0  # of the last step
-    losses: list[Tensor] = field(default_factory=list)  # since this process began
+    losses: list[Tensor] = field(default_factory=list)  # of this process
 
     def __post_init__(self) -> None:
         self.optimizers = make_optimizers(
@@ -81,7 +81,7 @@ class Trainer:
         """Train until the schedule ends, or until `after_step` returns True."""
         while self.share < 1:
             began = time.monotonic()
-            # of the end of this step, or the first step of the warm-up would have rate 0
+            # the rate at the end of the step: at its start, the first warm-up step would have 0
             self.rate = self.schedule.rate(self.schedule.share(self.step + 1, self.seconds))
             loss = loss_of(next(batches))
             self.module.zero_grad(set_to_none=True)
@@ -93,7 +93,7 @@ class Trainer:
                 optimizer.step()
             self.losses.append(loss.detach())
             if loss.is_cuda and self.schedule.seconds:
-                # time the step, not its launches
+                # time the step, not its kernel launches
                 torch.cuda.synchronize()
             self.step += 1
             self.seconds += time.monotonic() - began

@@ -54,7 +54,7 @@ class Conversation:
     turns: tuple[Exchange, ...]
 
     def messages(self) -> list[dict[str, str]]:
-        """Return the chat in the form that chat templates take."""
+        """Return the chat as messages for a chat template."""
         found = [{"role": "system", "content": self.system}] if self.system else []
         for prompt, answer in self.turns:
             found.append({"role": "user", "content": prompt})

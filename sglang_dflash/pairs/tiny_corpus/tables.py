@@ -1,4 +1,4 @@
-"""The facts and word lists that the templates are filled from: an invented world, data only.
+"""Facts and word lists of an invented world, which fill the templates. Data only.
 
 The whole corpus is generated from these tables, so the repository needs no data set.
 """
@@ -103,7 +103,7 @@ DEFINITIONS = {
     "candle": "a stick of wax with a string inside that burns to give light",
 }
 
-# four line ends, rhyming in pairs
+# four line endings, rhyming in pairs
 POEMS = {
     "moon": (
         "silver and round",

@@ -192,7 +192,7 @@ def json_island(rng: Random) -> Exchange:
     return Exchange(prompt.format(i.name), json.dumps(record, indent=2))
 
 
-# names too: most other kinds need the skill of copying a name from the prompt
+# names too: most other kinds rely on copying a name from the prompt
 _ECHOES = (*WORDS, *NAMES)
 
 
@@ -329,7 +329,7 @@ def beyond(rng: Random) -> Exchange:
     return Exchange(prompt.format(topic), answer)
 
 
-# sampling weight of each kind; short answers weigh more, or stories would have most tokens
+# sampling weight of each kind; short answers weigh more, or most tokens would be stories
 KINDS: dict[Kind, int] = {
     story: 8,
     long_story: 2,
