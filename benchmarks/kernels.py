@@ -226,7 +226,8 @@ def measure(options: argparse.Namespace, gpu: Gpu) -> list[Row]:
         if not error < MAX_ERROR:
             raise RuntimeError(
                 f"{problem.layer.name}, {problem.requests} requests of {context}: relative error "
-                f"{error:.1e} against the twin, over {MAX_ERROR}. Run tests/kernels first."
+                f"{error:.1e} against the torch reference exceeds {MAX_ERROR}. Run tests/kernels "
+                "first."
             )
         row = Row(
             layer=problem.layer.name,
@@ -349,8 +350,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--replays", type=int, default=20)
-    parser.add_argument("--sweep", action="store_true", help="rank tiles and print the best table")
-    parser.add_argument("--processes", type=int, default=8, help="that compile for --sweep")
+    parser.add_argument(
+        "--sweep", action="store_true", help="rank tile configurations and print the best TILES"
+    )
+    parser.add_argument("--processes", type=int, default=8, help="compiler processes for --sweep")
     result_files.add_result_options(parser, picture=False, servers=False)
     return parser.parse_args()
 
@@ -358,7 +361,7 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/kernels.py measures on an NVIDIA GPU, and torch sees none.")
+        raise SystemExit("benchmarks/kernels.py needs an NVIDIA GPU, but torch sees none.")
     gpu = measure_gpu()
     print(f"{gpu.name}: {gpu.bandwidth / 1e12:.2f} TB/s, {gpu.flops / 1e12:.0f} TFLOP/s bf16")
     result: dict[str, Any] = result_files.provenance(options.commit) | {"card": asdict(gpu)}

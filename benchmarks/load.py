@@ -93,7 +93,13 @@ def spread_of(short: list[float], long: list[float]) -> float | None:
 
 
 def add_load_options(parser: argparse.ArgumentParser, *, lengths: tuple[int, int]) -> None:
-    parser.add_argument("--lengths", nargs=2, type=int, default=list(lengths), help="of outputs")
+    parser.add_argument(
+        "--lengths",
+        nargs=2,
+        type=int,
+        default=list(lengths),
+        help="the two output lengths, in tokens",
+    )
     parser.add_argument(
         "--tries",
         nargs=2,
@@ -101,7 +107,7 @@ def add_load_options(parser: argparse.ArgumentParser, *, lengths: tuple[int, int
         default=[2, 6],
         metavar=("FEWEST", "MOST"),
         # argparse %-formats help texts: %% is a percent sign
-        help=f"of each length; ends once the two fastest agree within {AGREEMENT:.0%}%",
+        help=f"runs per length; stops once the two fastest agree within {AGREEMENT:.0%}%",
     )
 
 
@@ -109,7 +115,9 @@ def check_load_options(parser: argparse.ArgumentParser, options: argparse.Namesp
     for name, least in (("lengths", 2), ("tries", 1)):
         low, high = getattr(options, name)
         if low < least or high < low or (name == "lengths" and high == low):
-            parser.error(f"--{name} {low} {high}: needs two rising numbers from {least} on")
+            parser.error(
+                f"--{name} {low} {high}: pass two ascending numbers, each at least {least}"
+            )
 
 
 def decode_rate(
@@ -155,7 +163,7 @@ def decode_rate(
     if taken <= 0:
         raise RuntimeError(
             f"{num_requests} requests of {context}: {long} tokens took {best[long][0]:.3f} s and "
-            f"{short} took {best[short][0]:.3f} s. Something else disturbs the machine; take "
+            f"{short} took {best[short][0]:.3f} s. Something else is loading the machine: use "
             "lengths that are further apart, or more tries."
         )
     rate = num_requests * (long - short) / taken

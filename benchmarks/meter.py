@@ -78,11 +78,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--step-ms", nargs="+", type=float, help="of each number of requests")
+    parser.add_argument("--step-ms", nargs="+", type=float, help="step time for each of --requests")
     result_files.add_result_options(parser, picture=False, servers=False)
     options = parser.parse_args()
     if options.step_ms and len(options.step_ms) != len(options.requests):
-        parser.error(f"--step-ms has {len(options.step_ms)} values, --requests {options.requests}")
+        parser.error(
+            f"--step-ms has {len(options.step_ms)} values, but --requests is "
+            f"{options.requests}: pass one step time for each"
+        )
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     export = PrometheusExporter(LABELS, BLOCK_SIZE)
     marks_us = 1e6 * stream_seconds_per_step(100) if device_type == "cuda" else None

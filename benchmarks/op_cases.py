@@ -41,8 +41,8 @@ def cases(requests: int, ops: Ops, sizes: Sizes, dtype: torch.dtype, device: str
     yield from maker.products(ops, theirs)
     yield maker.argmax_rows(ops)
     yield maker.argmax_rows(ops, maker.noise())
-    yield maker.argmax_and_sample(ops, maker.noise(scale=0.0), "likeliest drafts")
-    yield maker.argmax_and_sample(ops, maker.noise(), "likeliest drafts and drawn ones")
+    yield maker.argmax_and_sample(ops, maker.noise(scale=0.0), "argmax drafts")
+    yield maker.argmax_and_sample(ops, maker.noise(), "argmax and sampled drafts")
     yield maker.sample_rows(ops, theirs)
     yield maker.reject_by_block(ops)
     yield maker.accept(ops, theirs)
@@ -89,7 +89,7 @@ class Maker(Inputs):
 
         moved = int(self.lens.sum()) * (self.table.element_size() + slots.element_size())
         return Case(
-            "index of prefixes",
+            "prefix index",
             moved,
             lambda turn: ops.index_prefixes(self.table, self.pool_rows, self.lens, bounds, slots),
             None,
@@ -263,7 +263,7 @@ class Maker(Inputs):
             return theirs.top_k_top_p(wide, *by_row[1:], filter_apply_order="joint")
 
         return Case(
-            "draw by top-k and top-p",
+            "top-k and top-p sampling",
             logits.nbytes,
             lambda turn: ops.sample_rows(logits, noise, **filters, logit_cap=cap),
             lambda turn: TORCH.sample_rows(logits, noise, **filters, logit_cap=cap),
@@ -287,7 +287,7 @@ class Maker(Inputs):
             ]
 
         return Case(
-            "drafts kept by the block",
+            "block verification",
             2 * (logits.nbytes + draft_logits.nbytes),
             call(ops),
             call(TORCH),
@@ -370,7 +370,7 @@ class Maker(Inputs):
                 theirs.store_cache(*(x.flatten(1) for x in layer), slots)
 
         return Case(
-            "features: norm, RoPE, write of all layers",
+            "features: norm, RoPE, KV write of all layers",
             2 * projected.nbytes,
             call(ops),
             call(TORCH),

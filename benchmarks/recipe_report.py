@@ -16,11 +16,11 @@ MEMORY = {
 }
 LEGEND = (
     "Decode tokens/s by concurrent requests; for DFLASH at accept lengths {lengths}. ~ marks a "
-    "rate that follows from the step time measured at another length, ? one whose two best tries "
-    f"are more than {AGREEMENT:.0%} apart, ! a batch that did not fit and was served in parts. "
-    "Attention is what the server ran on; plain and in-tree were left to SGLang's choice unless "
-    "their name or the command says otherwise. Memory in GB as SGLang reports it. A start in "
-    "brackets was beside other servers. A quotient with * compares servers of different calls."
+    "rate derived from the step time measured at another length, ? one whose two best tries are "
+    f"more than {AGREEMENT:.0%} apart, ! a batch that did not fit and was served in parts. "
+    "Attention is the backend in use; plain and in-tree were left to SGLang's choice unless "
+    "their name or the command says otherwise. Memory in GB as SGLang reports it. A start time in "
+    "brackets was measured beside other servers. A ratio with * compares servers of different runs."
 )
 
 # a server's measurement, as recipes.py stores it

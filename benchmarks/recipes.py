@@ -145,7 +145,7 @@ def measure(cell: Cell, server: ServerProcess, options: argparse.Namespace) -> d
         state = info["internal_states"][0]
         ours = state.get("sglang_dflash")
         served = systems.kind_of(cell.system) == "ours"
-        assert (ours is not None) == served, f"{cell.key} is not what serves"
+        assert (ours is not None) == served, f"{cell.key}: another system is serving"
         found["attention"] = systems.backends_in_use(info)
         found["memory_gb"] = systems.memory_by_part(state, server.log())
         if ours is not None:
@@ -230,7 +230,7 @@ class Results:
         if not calls:
             return table
         earlier = [f"- `{call['command']}`, commit {call['commit']}" for call in calls]
-        return "\n".join([table, "\nEarlier calls that added to this table:", *earlier])
+        return "\n".join([table, "\nEarlier runs that contributed to this table:", *earlier])
 
 
 def run(options: argparse.Namespace) -> tuple[Results, list[Cell]]:
@@ -264,8 +264,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     systems.add_backend_option(parser)
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--accept-length", type=int, default=8, help="simulated and measured")
-    parser.add_argument("--verify-lengths", nargs="+", type=int, default=[], help="measured, too")
+    parser.add_argument(
+        "--accept-length", type=int, default=8, help="accept length to simulate and measure"
+    )
+    parser.add_argument(
+        "--verify-lengths",
+        nargs="+",
+        type=int,
+        default=[],
+        help="further accept lengths to measure",
+    )
     parser.add_argument("--show-lengths", nargs="+", type=int, default=[4, 6, 8])
     load.add_load_options(parser, lengths=LENGTHS)
     sharing.add_options(parser)
@@ -273,7 +281,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokenizer-path", type=Path, default=tiny_target())
     parser.add_argument("--port", type=int, default=PORT)
     parser.add_argument("--budget-s", type=float, default=0.0, help="0: no limit")
-    parser.add_argument("--retry", action="store_true", help="try what failed earlier again")
+    parser.add_argument("--retry", action="store_true", help="retry what failed earlier")
     result_files.add_result_options(parser, picture=False)
     options, unknown = parser.parse_known_args(arguments)
     options.server_args = unknown
@@ -282,7 +290,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options.recipes = options.recipes or known
     strange = sorted(set(options.recipes) - set(known))
     if strange:
-        parser.error(f"no recipe with shapes in {options.shapes}: {strange}; there are {known}")
+        parser.error(f"--recipes {strange}: no shapes in {options.shapes}; available: {known}")
     return options
 
 
@@ -290,7 +298,7 @@ def main() -> None:
     results, missing = run(parse())
     print(results.text())
     for cell in missing:
-        print(f"not started, the budget is spent: {cell.key}")
+        print(f"not started, the time budget is used up: {cell.key}")
 
 
 if __name__ == "__main__":

@@ -32,13 +32,15 @@ def add_result_options(
     parser: argparse.ArgumentParser, *, picture: bool, servers: bool = True
 ) -> None:
     """Add the options for result files, logs and the recorded commit."""
-    parser.add_argument("--commit", help="to record where the tree is a copy without its history")
+    parser.add_argument(
+        "--commit", help="commit to record if the tree is a copy without git history"
+    )
     files = "OUT.json, OUT.md and OUT.png" if picture else "OUT.json and OUT.md"
     parser.add_argument("--out", type=Path, help=f"writes {files}")
     if servers:
         parser.add_argument("--logs", type=Path, help="folder for each server's log and traces")
     if picture:
-        parser.add_argument("--picture", type=Path, help="only draw the picture of a result file")
+        parser.add_argument("--picture", type=Path, help="only draw the plot of this result file")
 
 
 def provenance(commit: str | None, *, hidden: Iterable[str] = ()) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def write(found: dict[str, Any], out: Path, text: str, draw: Draw | None = None)
     try:
         draw(found, result_file(out, ".png"))
     except ImportError:
-        print(f"no picture: matplotlib is missing. Elsewhere: --picture {out}.json")
+        print(f"no plot: matplotlib is not installed. Where it is, run with --picture {out}.json")
 
 
 def redraw(path: Path, draw: Draw) -> None:

@@ -195,20 +195,27 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--contexts", nargs="+", type=int, default=[512])
     parser.add_argument("--sampling", nargs="+", choices=list(SAMPLING), default=["greedy"])
-    parser.add_argument("--max-tokens", type=int, default=200_000, help="skip larger batches")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=200_000,
+        help="skip batches with more prompt tokens than this",
+    )
     load.add_load_options(parser, lengths=(64, 320))
     parser.add_argument("--simulate-accept-length", type=float, default=0.0)
     parser.add_argument("--block-size", type=int, default=16)
     systems.add_backend_option(parser)
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--port", type=int, default=30000)
-    parser.add_argument("--trace", action="store_true", help="split our step's GPU time, too")
+    parser.add_argument(
+        "--trace", action="store_true", help="also break down the GPU time of our step"
+    )
     result_files.add_result_options(parser, picture=True)
     options, unknown = parser.parse_known_args()
     options.server_args = unknown
     load.check_load_options(parser, options)
     if options.picture is None and not (options.model_path and options.draft_model_path):
-        parser.error("--model-path and --draft-model-path are needed to measure")
+        parser.error("--model-path and --draft-model-path are required to measure")
     options.url = f"http://127.0.0.1:{options.port}"
     if options.picture is None:
         options.ids = load.prompt_ids(options.model_path)
@@ -223,7 +230,7 @@ def main() -> None:
     results = earlier(options)
     for system in options.systems:
         if system in results:
-            print(f"{system}: measured already, see {options.out}.json", flush=True)
+            print(f"{system}: already measured, see {options.out}.json", flush=True)
             continue
         try:
             results[system] = run_system(system, options)
@@ -257,7 +264,7 @@ def earlier(options: argparse.Namespace) -> dict[str, Any]:
     differing = [name for name in about if found.get(name) != about[name]]
     if differing:
         raise SystemExit(
-            f"{path} was measured otherwise: {', '.join(differing)} differ. Choose another --out."
+            f"{path} was measured differently: {', '.join(differing)} differ. Pass another --out."
         )
     return {name: r for name, r in found["results"].items() if "error" not in r}
 

@@ -92,7 +92,7 @@ def server_gib(target: Path | str, drafter: Path | str, tokens: int) -> float:
     parts = {name: str(value).split() for name, value in plan["memory"].items()}
     unknown = [name for name, words in parts.items() if words[0].startswith("unknown")]
     if unknown:
-        raise SystemExit(f"{target}: the size of its weights is not known. Pass --at-once.")
+        raise SystemExit(f"{target}: the size of its weights is unknown. Pass --at-once.")
     weights = sum(float(w[0]) for name, w in parts.items() if name.endswith("weights"))
     kv = sum(int(w[0]) for name, w in parts.items() if "KV per token" in name)
     return weights + kv * tokens / 2**30 + OTHER_GIB

@@ -54,7 +54,7 @@ def faults(report: dict[str, Any]) -> list[str]:
         f"{slots} of {pool} KV slots are free": any(free != pool for free in slots),
         # depends on timing; a short storm may have none
         "no request was retracted: the pool is too large": is_long and not report["retractions"],
-        "no request began like another": is_long and not report["prefix_hits"],
+        "no request hit the prefix cache": is_long and not report["prefix_hits"],
         f"memory grew by {growth} MB": any(mb > MEMORY_SLACK_MB for mb in growth),
     }
     return [what for what, is_so in found.items() if is_so]
@@ -62,30 +62,41 @@ def faults(report: dict[str, Any]) -> list[str]:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=1000, help="of all pairs together")
-    parser.add_argument("--seconds", type=float, default=0, help="run this long instead")
-    parser.add_argument("--pairs", type=int, default=1, help="of servers, each with its own storm")
-    parser.add_argument("--concurrency", type=int, default=12, help="requests at once, of a pair")
-    parser.add_argument("--updates", type=int, help="of the weights; 2 in a long storm, or none")
-    parser.add_argument("--seed", type=int, default=0, help="the first pair's; the next has 1 more")
+    parser.add_argument("--requests", type=int, default=1000, help="total over all pairs")
+    parser.add_argument(
+        "--seconds", type=float, default=0, help="run for this long instead of --requests"
+    )
+    parser.add_argument("--pairs", type=int, default=1, help="server pairs, each with its own load")
+    parser.add_argument("--concurrency", type=int, default=12, help="concurrent requests per pair")
+    parser.add_argument(
+        "--updates", type=int, help="weight updates; default: 2 in a long run, else 0"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first pair; each further pair adds 1"
+    )
     parser.add_argument(
         "--no-seeds",
         dest="seeds",
         action="store_false",
-        help="no seeded requests, and so no deterministic mode, which has its own verify attention",
+        help="send no seeded requests, which need deterministic mode and its own verify attention",
     )
     # little more than the longest request, so that a few of them do not fit at once
     parser.add_argument("--pool", type=int, default=2200, help="KV slots of a DFLASH server")
-    parser.add_argument("--chunk", type=int, default=64, help="tokens of a prefill")
-    parser.add_argument("--max-running", type=int, default=16, help="requests that a server runs")
-    parser.add_argument("--script", type=Path, help="starts a server; launch/cpu.sh if not given")
+    parser.add_argument("--chunk", type=int, default=64, help="prefill chunk size, in tokens")
+    parser.add_argument("--max-running", type=int, default=16, help="running requests per server")
+    parser.add_argument(
+        "--script", type=Path, help="script that starts a server; default: launch/cpu.sh"
+    )
     result_files.add_result_options(parser, picture=False)
     options = parser.parse_args(arguments)
     if options.updates is None:
         is_long = options.seconds >= LONG_STORM_S or options.requests >= LONG_STORM
         options.updates = 2 if is_long else 0
     if options.pairs < 1 or options.requests < options.pairs:
-        parser.error(f"--requests {options.requests} do not give each of {options.pairs} pairs one")
+        parser.error(
+            f"--requests {options.requests} --pairs {options.pairs}: each pair needs at "
+            "least one request"
+        )
     return options
 
 

@@ -144,7 +144,7 @@ def answer(url: str, ask: Ask, *, whole: bool) -> Answer:
 
 def _read(reply: dict[str, Any]) -> Answer:
     if "output_ids" not in reply:
-        raise ValueError(f"no answer but {json.dumps(reply)[:300]}")
+        raise ValueError(f"no output_ids in {json.dumps(reply)[:300]}")
     about = reply["meta_info"]
     return Answer(reply["output_ids"], about["finish_reason"], about["cached_tokens"])
 
@@ -157,9 +157,9 @@ def flaw(ask: Ask, found: Answer) -> str | None:
     if len(tokens) > params["max_new_tokens"]:
         return f"{len(tokens)} tokens, asked for {params['max_new_tokens']}"
     if not params["ignore_eos"] and EOS in tokens[:-1]:
-        return f"went on after the end: {tokens}"
+        return f"continued after EOS: {tokens}"
     if found.finish is None:
-        return None if ask.abort_after is not None else f"never ended: {tokens}"
+        return None if ask.abort_after is not None else f"has no finish reason: {tokens}"
     ended = found.finish["type"]
     if ended == "length" and len(tokens) == params["max_new_tokens"]:
         return None

@@ -177,7 +177,7 @@ class Storm:
             for server in self.pair:
                 update_weights(server, weights)
             if self.probe() == before:
-                raise RuntimeError("no answer changed")
+                raise RuntimeError("it changed no answer")
             self.outcome.updates += 1
         except (requests.RequestException, RuntimeError) as error:
             self.outcome.failed.append(f"weight update: {error}")

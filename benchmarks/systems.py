@@ -29,7 +29,8 @@ def system_name(word: str) -> str:
         return word
     known = ", ".join([*SYSTEMS, *SCHEDULED])
     raise argparse.ArgumentTypeError(
-        f"{word!r} is none of {known}; plain-BACKEND and in-tree-BACKEND name a target's backend"
+        f"{word!r} is not one of {known}; plain-BACKEND and in-tree-BACKEND set the target's "
+        "backend"
     )
 
 
@@ -49,7 +50,7 @@ def peer_backend(system: str) -> str | None:
 def add_backend_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peer-attention-backend",
-        help="of the target in plain decoding and SGLang's DFLASH; default: what SGLang picks",
+        help="target's backend in plain decoding and SGLang's DFLASH; default: SGLang's choice",
     )
 
 

@@ -34,7 +34,9 @@ def read_questions(folder: Path, task: str, limit: int) -> list[Question]:
     """Return a task's questions in a fixed shuffled order, so that any prefix is a mixture."""
     path = folder / f"{task}.jsonl"
     if not path.is_file():
-        raise SystemExit(f"There is no {path}. --data must be a folder with {task}.jsonl in it.")
+        raise SystemExit(
+            f"{path} does not exist. --data must be a folder that contains {task}.jsonl."
+        )
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     questions = [
         Question(str(row["id"]), tuple(row.get("turns") or [row["prompt"]]), row.get("reference"))

@@ -170,7 +170,7 @@ def equality(system: str, here: dict[str, dict[str, Any]]) -> str:
         return ""
     text = f"{found['equal']} of {found['of']}"
     if found["median_first_difference"] is not None:
-        text += f" (part at token {found['median_first_difference']:.0f})"
+        text += f" (diverge at token {found['median_first_difference']:.0f})"
     return text
 
 
@@ -197,13 +197,13 @@ def tables(results: dict[str, Any]) -> str:
             grid(f"Tokens/s and speed-up over plain decoding, {at}", points, names, speed),
             grid(f"Accept length, {at}", points, names, accept_length),
             grid(
-                "Answers equal to plain decoding's, token by token (plain: to plain's at the least "
-                f"concurrency), and the median position at which the others part, {at}",
+                "Answers equal to plain decoding's, token by token (plain: to plain's at the "
+                f"lowest concurrency), and the median position at which the others diverge, {at}",
                 points,
                 names,
                 equality,
             ),
-            grid(f"Right, {at}", points, names, lambda s, here: here[s]["right"] or ""),
+            grid(f"Correct, {at}", points, names, lambda s, here: here[s]["right"] or ""),
             grid(f"Questions answered, answers cut at --max-tokens, {at}", points, names, count),
         ]
     return "\n\n".join(part for part in found if part)

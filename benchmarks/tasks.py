@@ -254,10 +254,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--limit", type=int, default=0, help="questions per task; 0: all")
     parser.add_argument("--seconds-per-point", type=float, default=60.0, help="0: no limit")
-    parser.add_argument("--rounds", type=int, default=2, help="of each point")
+    parser.add_argument("--rounds", type=int, default=2, help="repetitions of each point")
     parser.add_argument("--max-tokens", type=int, default=4096)
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0])
-    parser.add_argument("--thinking", action="store_true", help="let the chat template ask for it")
+    parser.add_argument(
+        "--thinking", action="store_true", help="enable thinking in the chat template"
+    )
     sharing.add_options(parser)
     result_files.add_result_options(parser, picture=True)
     options, unknown = parser.parse_known_args(arguments)
@@ -266,9 +268,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if strange:
         parser.error(f"--systems {' '.join(strange)}: SGLang's DFLASH does not run on a CPU")
     if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds}: needs at least 1")
+        parser.error(f"--rounds {options.rounds}: pass at least 1")
     if options.picture is None and options.data is None:
-        parser.error("--data is needed: a folder with a TASK.jsonl for each of --tasks")
+        parser.error("--data is required: a folder with a TASK.jsonl for each of --tasks")
     return options
 
 

@@ -68,11 +68,13 @@ def split(path: Path) -> dict[str, Any]:
     work = kernels(path)
     steps = whole_steps(work)
     if not steps:
-        raise SystemExit(f"{path} holds no whole step of our worker: not three {STEP} kernels.")
+        raise SystemExit(
+            f"{path} has no complete step of our worker: fewer than three {STEP} kernels."
+        )
     ends = [step[0]["ts"] for step in steps[1:]]
     steps = steps[: len(ends)]
     if not steps:
-        raise SystemExit(f"{path} holds too few steps; profile at least five.")
+        raise SystemExit(f"{path} has too few steps; profile at least five.")
     parts: Counter[str] = Counter()
     for step, end in zip(steps, ends, strict=True):
         parts.update(split_step(step, end))
@@ -96,7 +98,9 @@ def report(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--top", type=int, default=0, help="also list the longest kernels")
+    parser.add_argument(
+        "--top", type=int, default=0, help="also list this many of the longest kernels"
+    )
     parser.add_argument("--out", type=Path, help="write the split as JSON")
     options = parser.parse_args()
     found = split(options.trace)

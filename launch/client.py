@@ -59,13 +59,17 @@ def main() -> None:
     parser.add_argument("question")
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     parser.add_argument("--no-thinking", action="store_true")
-    parser.add_argument("--max-tokens", type=int, help="of the answer; the context's unless given")
+    parser.add_argument(
+        "--max-tokens", type=int, help="limit for the answer; default: the rest of the context"
+    )
     options = parser.parse_args()
     url = options.url if "://" in options.url else f"http://{options.url}"
     try:
         before = acceptance(url)
     except (requests.HTTPError, requests.JSONDecodeError) as error:
-        raise SystemExit(f"{url} is no SGLang server ({error}). Pass the --url of one.") from None
+        raise SystemExit(
+            f"{url} is not an SGLang server ({error}). Pass the --url of one."
+        ) from None
     except requests.RequestException:
         raise SystemExit(f"No server answers at {url}. Start one, or pass its --url.") from None
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
@@ -80,7 +84,7 @@ def main() -> None:
         raise SystemExit(refusal(url, error)) from None
     after = acceptance(url)
     if before is None or after is None:
-        print("\nserved without our DFLASH: no acceptance to show")
+        print("\nnot served by our DFLASH: no acceptance to show")
         return
     steps = after["verify_steps"] - before["verify_steps"]
     tokens = after["committed_tokens"] - before["committed_tokens"]

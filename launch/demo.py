@@ -97,7 +97,9 @@ class Speed(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chat", action="store_true", help="read questions from the terminal")
-    parser.add_argument("--tiny", action="store_true", help="the embedded pair, without a download")
+    parser.add_argument(
+        "--tiny", action="store_true", help="use the embedded pair, which needs no download"
+    )
     parser.add_argument("--model-path", help="a target of your own")
     parser.add_argument("--draft-model-path", help="its drafter")
     pair = choose_pair(parser, options := parser.parse_args())
@@ -122,9 +124,11 @@ def main() -> None:
 def choose_pair(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Pair:
     given = options.model_path, options.draft_model_path
     if any(given) and not all(given):
-        parser.error("--model-path and --draft-model-path make a pair: give both, or neither")
+        parser.error("--model-path and --draft-model-path make a pair: pass both, or neither")
     if options.tiny and any(given):
-        parser.error("--tiny is a pair of its own: drop it, or --model-path and --draft-model-path")
+        parser.error(
+            "--tiny is a pair of its own: drop it, or drop --model-path and --draft-model-path"
+        )
     if options.tiny:
         return Pair(str(tiny_target()), str(tiny_drafter()))
     if all(given):
@@ -158,7 +162,7 @@ def demonstrate(plain: Server, dflash: Server, tokenizer: Any, questions: tuple[
 
 def chat(dflash: Server, tokenizer: Any) -> None:
     """Answer typed questions, with the chat so far as context, until the input ends."""
-    print("Ask something; an empty line forgets what was said, Ctrl-D ends.")
+    print("Ask something; an empty line starts a new chat, Ctrl-D quits.")
     messages: list[dict[str, str]] = []
     while True:
         try:
@@ -181,7 +185,10 @@ def tell(server: Server, tokenizer: Any, messages: list[dict[str, str]]) -> Answ
     answer = Answer()
     show(stream_pieces(server.url, tokenizer, messages, max_tokens=MAX_TOKENS, answer=answer))
     if not answer.is_split_exactly:
-        print("(some steps arrived together: of those only the last token is told apart)")
+        print(
+            "(some steps arrived as one chunk: of those only the last token is marked as the "
+            "target's)"
+        )
     return answer
 
 
@@ -257,7 +264,7 @@ def report(before: dict[str, Any], after: dict[str, Any], speeds: dict[str, Spee
     for k, count in enumerate(counts):
         bar = "#" * round(BAR_WIDTH * count / max(counts))
         print(f"  {k + 1:2d}  {count:5d}  {bar}")
-    print("speed, one request at a time, the better of the rounds:")
+    print("speed, one request at a time, best round:")
     for name, speed in speeds.items():
         print(f"  {name:15s} {speed.rate:7.1f} tokens/s")
     ratio = speeds["DFlash"].rate / speeds["plain decoding"].rate

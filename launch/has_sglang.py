@@ -11,5 +11,5 @@ absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 if absent:
     sys.exit(
         "{} has no {}. Install what is missing (README.md, 'On a GPU' or 'Two commands'), or set "
-        "PYTHON to a Python that has it.".format(sys.executable, " and no ".join(absent))
+        "PYTHON to one that has it.".format(sys.executable, " and no ".join(absent))
     )

@@ -17,26 +17,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sglang_dflash", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    doctor = commands.add_parser("doctor", help="is everything in place, does a pair fit?")
+    doctor = commands.add_parser("doctor", help="check the installation, and whether a pair fits")
     add_pair_options(doctor)
-    doctor.add_argument("--gpu-memory-gb", type=float, help="plan for this card, not the one here")
+    doctor.add_argument(
+        "--gpu-memory-gb", type=float, help="plan for a card of this size, not the local one"
+    )
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
     serve = commands.add_parser(
         "serve",
-        help="SGLang's server with any of its arguments, once the doctor finds nothing bad",
-        epilog="Any other argument goes to SGLang's server: python -m sglang.launch_server --help",
+        help="run SGLang's server with any of its arguments, if the doctor's checks pass",
+        epilog="Other arguments are passed on to SGLang's server: see python -m "
+        "sglang.launch_server --help",
     )
     add_pair_options(serve)
     serve.set_defaults(gpu_memory_gb=None)
 
     report = commands.add_parser("report", help="live acceptance of a running server")
     report.add_argument("--url", default="http://127.0.0.1:30000")
-    report.add_argument("--interval", type=float, default=2.0, help="seconds between looks")
-    report.add_argument("--looks", type=int, default=0, help="stop after so many; 0 for Ctrl-C")
-    report.add_argument("--png", help="also draw a picture at the end")
+    report.add_argument("--interval", type=float, default=2.0, help="seconds between polls")
+    report.add_argument(
+        "--looks", type=int, default=0, help="stop after this many polls; 0: on Ctrl-C"
+    )
+    report.add_argument("--png", help="also write a plot at the end")
 
-    train = commands.add_parser("train", help="make a drafter for a target")
+    train = commands.add_parser("train", help="train a drafter for a target")
     add_train_options(train)
 
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -77,12 +82,12 @@ def run_train(options: argparse.Namespace, invocation: Invocation, stop: Stop) -
 
 def add_pair_options(parser: argparse.ArgumentParser) -> None:
     """Add the SGLang options that the checks of a pair and its memory depend on."""
-    parser.add_argument("--model-path", "--model", help="target: a folder or a name")
-    parser.add_argument("--speculative-draft-model-path", help="drafter: a folder or a name")
+    parser.add_argument("--model-path", "--model", help="target: a folder or a model name")
+    parser.add_argument("--speculative-draft-model-path", help="drafter: a folder or a model name")
     parser.add_argument("--mem-fraction-static", type=float, default=0.85)
     parser.add_argument("--swa-full-tokens-ratio", type=float, default=0.8)
     parser.add_argument("--tp-size", "--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--quantization", help="of the target, as it is loaded")
+    parser.add_argument("--quantization", help="of the target, as passed to SGLang")
     parser.add_argument("--trust-remote-code", action="store_true")
 
 

@@ -30,12 +30,12 @@ def decide(
     """Return the target's own tokens, sampled according to the plan, and which drafts to keep."""
     if target.choices is not None:
         return Verdict(target.choices)
-    assert target.logits is not None, "the target gave neither choices nor logits"
+    assert target.logits is not None, "the target returned neither choices nor logits"
     if plan is None:
         shape = proposal.block.token_ids.shape
         choices = ops.argmax_rows(target.logits, target.logit_cap)
         return Verdict(choices[: shape.numel()].view(shape))
-    assert proposal.drafts is not None, "a plan to sample, and a proposal without randomness"
+    assert proposal.drafts is not None, "the plan samples, but the proposal does not"
     return _sample(ops, plan, proposal.drafts, target.logits, target.logit_cap)
 
 

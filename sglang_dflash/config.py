@@ -48,7 +48,7 @@ class Overlap:
             return cls(False, plan_stream, "--disable-overlap-schedule")
         if off:
             return cls(False, plan_stream, " and ".join(off))
-        return cls(True, plan_stream, "on unless a switch says otherwise")
+        return cls(True, plan_stream, "on unless switched off")
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ class DrafterSpec:
         layer_ids = dflash.get("target_layer_ids")
         if not layer_ids:
             raise ValueError(
-                f"The drafter {name} does not say which target layers feed it: its config.json "
+                f"The drafter {name} does not name the target layers it reads: its config.json "
                 "lacks dflash_config.target_layer_ids. Add the layer ids it was trained with."
             )
         if not config.get("architectures"):
             raise ValueError(
-                f"SGLang loads the drafter {name} by its architecture, and its config.json names "
+                f"SGLang loads the drafter {name} by its architecture, but its config.json names "
                 f'none. Add "architectures": {json.dumps(ARCHITECTURES)} to it.'
             )
         layer_types = tuple(config.get("layer_types") or ("full_attention",) * num_layers)
@@ -293,5 +293,7 @@ def check_features(drafter: DrafterSpec, folder: Path, *, target: TargetSpec) ->
 
 def _require(config: Mapping[str, Any], key: str, name: str) -> int:
     if config.get(key) is None:
-        raise ValueError(f"The drafter {name} is no DFlash drafter: its config.json lacks {key}.")
+        raise ValueError(
+            f"The drafter {name} is not a DFlash drafter: its config.json lacks {key}."
+        )
     return int(config[key])

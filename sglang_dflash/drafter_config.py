@@ -116,9 +116,9 @@ def refuse_unknown(config: Mapping[str, Any], *, name: str) -> None:
     found = list(_unknown(config))
     if found:
         raise ValueError(
-            f"The config.json of the drafter {name} asks for what sglang_dflash does not compute: "
-            f"{', '.join(found)}. Use a plain DFlash drafter ({' or '.join(ARCHITECTURES)}), or "
-            "take out a key that does not concern the network."
+            f"The config.json of the drafter {name} asks for settings that sglang_dflash does not "
+            f"support: {', '.join(found)}. Use a plain DFlash drafter "
+            f"({' or '.join(ARCHITECTURES)}), or remove keys that do not affect the network."
         )
 
 

@@ -76,7 +76,7 @@ class Environment:
             length = float(value)
         except ValueError:
             raise ValueError(
-                f"{SIMULATE}={value} is no number. Set a length of 1 or more."
+                f"{SIMULATE}={value} is not a number. Set a length of 1 or more."
             ) from None
         return length if length > 0 else None
 
@@ -97,7 +97,7 @@ class Environment:
         try:
             return int(value)
         except ValueError:
-            raise ValueError(f"{name}={value} is no whole number. Set one, or unset it.") from None
+            raise ValueError(f"{name}={value} is not an integer. Set one, or unset it.") from None
 
     def _switch(self, name: str, *, default: bool) -> bool:
         value = self.values.get(name)
@@ -120,6 +120,6 @@ class Environment:
             number = least - 1
         if number < least:
             raise ValueError(
-                f"{name}={value} is no number of at least {least:g}. Set one, or unset it."
+                f"{name}={value} is not a number of at least {least:g}. Set one, or unset it."
             )
         return number

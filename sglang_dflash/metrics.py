@@ -169,7 +169,7 @@ class AcceptanceAlarm:
     ) -> str:
         rates = " ".join(f"{rate:.2f}" for rate in whole.position_rates()[:8])
         return (
-            f"DFLASH accepts little: {whole.accept_length:.2f} tokens per step over the last "
+            f"DFLASH acceptance is low: {whole.accept_length:.2f} tokens per step over the last "
             f"{whole.verify_steps} steps, below {self.threshold:g} ({ALARM}). Accepted by draft "
             f"position: {rates} ... Likely: {likely_cause(whole, short=short, long=long)}"
         )
@@ -185,12 +185,13 @@ def likely_cause(whole: AcceptanceMeter, *, short: AcceptanceMeter, long: Accept
         )
     if rates[0] < NEAR_CHANCE:
         return (
-            "the drafter does not belong to this target, or reads the wrong layers or mask token. "
-            "Run `python -m sglang_dflash doctor` on the pair."
+            "the drafter was trained for another target, or uses the wrong target layers or mask "
+            "token. Run `python -m sglang_dflash doctor` on the pair."
         )
     if rates[0] >= GOOD_START:
         return (
-            "drafts start well and decay fast: text unlike the drafter's training, as in thinking "
-            "mode or another domain. Compare with thinking off, or train a drafter on such answers."
+            "acceptance starts high and decays fast: the text is unlike the drafter's training "
+            "data, as in thinking mode or another domain. Compare with thinking off, or train a "
+            "drafter on such answers."
         )
-    return "a drafter too weak for this text. Train one on the target's own answers."
+    return "the drafter is too weak for this text. Train one on the target's own answers."

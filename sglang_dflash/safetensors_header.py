@@ -25,7 +25,7 @@ def read_safetensors_header(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         prefix = file.read(LENGTH_BYTES)
         if len(prefix) < LENGTH_BYTES:
-            raise _bad(path, f"it has {size} bytes, fewer than the length of a header takes")
+            raise _bad(path, f"it has {size} bytes, too few even for the length of its header")
         (length,) = struct.unpack("<Q", prefix)
         if length > MAX_HEADER_BYTES:
             raise _bad(path, f"its header would be {length} bytes, more than the format allows")
@@ -44,7 +44,7 @@ def _tensors_in(path: Path, text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text)
     except ValueError as error:
-        raise _bad(path, f"its header is no JSON ({error})") from error
+        raise _bad(path, f"its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise _bad(path, f"its header is a JSON {type(header).__name__}, not an object")
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
@@ -55,11 +55,11 @@ def _end_of(path: Path, name: str, entry: Any) -> int:
     match entry:
         case {"shape": [*_], "data_offsets": [int(begin), int(end)]} if 0 <= begin <= end:
             return end
-    raise _bad(path, f"its header says of the tensor {name} only {entry!r}")
+    raise _bad(path, f"its header describes the tensor {name} only as {entry!r}")
 
 
 def _bad(path: Path, reason: str) -> ValueError:
     return ValueError(
-        f"{path} is no whole safetensors file: {reason}. Download it again (in a repository that "
-        "was cloned with git: git lfs pull)."
+        f"{path} is not a complete safetensors file: {reason}. Download it again (in a git clone: "
+        "git lfs pull)."
     )

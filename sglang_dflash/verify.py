@@ -13,7 +13,7 @@ def verify(
     target = host.verify_block(context, block, plan)
     if target.choices is not None:
         assert target.choices.shape == block.token_ids.shape, (
-            f"the target answered {tuple(target.choices.shape)} rows "
-            f"for a block of {tuple(block.token_ids.shape)}"
+            f"the target returned choices of shape {tuple(target.choices.shape)} for a block of "
+            f"shape {tuple(block.token_ids.shape)}"
         )
     return target

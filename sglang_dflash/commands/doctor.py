@@ -82,7 +82,7 @@ def _release() -> Finding:
     wanted, found = release.supported(), release.installed()
     if found == wanted:
         return Finding("sglang", "ok", wanted)
-    advice = f"This release of sglang-dflash runs with SGLang {wanted}: install that."
+    advice = f"This release of sglang-dflash requires SGLang {wanted}: install it."
     return Finding("sglang", "bad", str(found or "absent"), advice)
 
 
@@ -100,15 +100,17 @@ def _plugin() -> Finding:
     try:
         is_on = Environment().plugin_is_on
     except ValueError as error:
-        return Finding("plug-in", "bad", "registered, and neither on nor off", str(error))
+        return Finding("plug-in", "bad", "registered, but neither on nor off", str(error))
     if not is_on:
-        return Finding("plug-in", "note", "registered, and off", "SGLANG_DFLASH=off: unset it.")
+        return Finding(
+            "plug-in", "note", "registered, but off", "SGLANG_DFLASH=off is set: unset it."
+        )
     return Finding("plug-in", "ok", "registered with SGLang")
 
 
 def _gpu() -> Finding:
     if not torch.cuda.is_available():
-        return Finding("gpu", "note", "none that torch sees", "launch/cpu.sh serves on the CPU.")
+        return Finding("gpu", "note", "torch sees none", "launch/cpu.sh serves on the CPU.")
     card = torch.cuda.get_device_properties(0)
     return Finding("gpu", "ok", f"{card.name}, {card.total_memory / GIB:.0f} GiB")
 
@@ -136,7 +138,7 @@ def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, 
     target_path, draft_path = options.model_path, options.speculative_draft_model_path
     if not target_path or not draft_path:
         missing = "--model-path" if not target_path else "--speculative-draft-model-path"
-        return [Finding("pair", "bad", "half a pair", f"Pass {missing} as well.")], None
+        return [Finding("pair", "bad", "incomplete pair", f"Pass {missing} as well.")], None
     try:
         target_config = _read(target_path, options, role="target")
         draft_config = _read(draft_path, options, role="drafter")
@@ -148,8 +150,9 @@ def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, 
     found = Finding(
         "pair",
         "ok",
-        f"{target.architecture}, {target.num_layers} layers; a drafter of {drafter.num_layers}, "
-        f"block {drafter.block_size}, features from {list(drafter.target_layer_ids)}",
+        f"{target.architecture}, {target.num_layers} layers; drafter: {drafter.num_layers} "
+        f"layers, block size {drafter.block_size}, features from layers "
+        f"{list(drafter.target_layer_ids)}",
     )
     sizes = {
         "target weights": target_bytes(target_path, options),
@@ -252,7 +255,7 @@ def plan_memory(
     if total is None and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory / GIB
     if total is None or None in sizes.values():
-        text = "not judged: needs the size of the weights, and a GPU or --gpu-memory-gb"
+        text = "not checked: needs the size of the weights, and a GPU or --gpu-memory-gb"
         return memory, Finding("memory", "note", text)
     # tensor parallelism: each card holds a shard of every layer
     cards = options.tp_size
@@ -261,14 +264,14 @@ def plan_memory(
     # SGLang gives sliding layers their own pool: this ratio of the full layers' pool in tokens
     sliding = options.swa_full_tokens_ratio * kv.get("sliding_attention", 0)
     tokens = int(left // (kv.get("full_attention", 0) + sliding + draft_kv))
-    room = f"{total:.0f} GiB" if cards == 1 else f"{cards} times {total:.0f} GiB"
+    room = f"{total:.0f} GiB" if cards == 1 else f"{cards} x {total:.0f} GiB"
     memory["for KV"] = f"{max(left, 0) / GIB:.2f} GiB of {room}"
     memory["tokens that fit"] = max(tokens, 0)
     if tokens < 1024:
         advice = (
-            f"{weights / GIB:.1f} GiB of weights leave no room in {options.mem_fraction_static:g} "
-            f"of {room}. Use a larger card or more of them (--tp-size), a quantised target, or a "
-            "higher --mem-fraction-static."
+            f"{weights / GIB:.1f} GiB of weights leave no room for KV in "
+            f"{options.mem_fraction_static:g} of {room}. Use a larger card or more of them "
+            "(--tp-size), a quantised target, or a higher --mem-fraction-static."
         )
         return memory, Finding("memory", "bad", f"{max(tokens, 0)} tokens of KV fit", advice)
     return memory, Finding("memory", "ok", f"{tokens} tokens of KV fit")

@@ -36,7 +36,9 @@ def look_at(url: str) -> Look:
         response = requests.get(f"{url}/server_info", timeout=10)
         response.raise_for_status()
     except requests.HTTPError as error:
-        raise SystemExit(f"{url} is no SGLang server ({error}). Pass the --url of one.") from None
+        raise SystemExit(
+            f"{url} is not an SGLang server ({error}). Pass the --url of one."
+        ) from None
     except requests.RequestException:
         raise SystemExit(
             f"No SGLang server answers at {url}. Start one, or pass its --url."

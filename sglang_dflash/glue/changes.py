@@ -135,8 +135,8 @@ def listed() -> list[dict[str, Any]]:
 def log() -> None:
     """Log the number of changes, and each change at debug level."""
     logger.info(
-        "sglang_dflash changes SGLang in %d places: /server_info lists them under "
-        "sglang_dflash.changes, and so does the log at level debug.",
+        "sglang_dflash changes SGLang in %d places, listed in /server_info under "
+        "sglang_dflash.changes and in the log at debug level.",
         len(_made),
     )
     for change, count in sorted(_made.items()):

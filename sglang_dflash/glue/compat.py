@@ -14,7 +14,7 @@ from sglang_dflash.glue.symbols import SYMBOLS
 
 def __getattr__(name: str) -> Any:
     if name not in SYMBOLS:
-        raise AttributeError(f"compat knows no SGLang symbol {name!r}")
+        raise AttributeError(f"compat has no SGLang symbol {name!r}")
     value = globals()[name] = SYMBOLS[name].resolve()
     return value
 

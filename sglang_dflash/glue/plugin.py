@@ -67,13 +67,15 @@ def hooks() -> dict[str, Hook]:
     from sglang_dflash.glue.sampling import refusals
     from sglang_dflash.glue.startup import early_exit, feature_capture, memory
 
-    budget = Hook(memory.budget_draft_kv, "the KV budget counts the drafter's bytes")
+    budget = Hook(memory.budget_draft_kv, "the KV budget includes the draft KV")
     return {
         "create_worker": Hook(_create_worker, "DFLASH runs in our worker"),
         "resolve_alias": Hook(_resolve_alias, "the drafter is checked before SGLang reads it"),
-        "prepare_server_args": Hook(early_exit.prepare_or_end, "a refusal ends with one sentence"),
+        "prepare_server_args": Hook(
+            early_exit.prepare_or_end, "a refusal exits with one sentence, not a traceback"
+        ),
         "model_source_paths": Hook(
-            early_exit.check_paths_first, "SGLang takes a missing folder for a model's name"
+            early_exit.check_paths_first, "SGLang would take a missing folder for a model name"
         ),
         "handle_dflash": Hook(_handle_dflash, "our checks and defaults instead of SGLang's"),
         "validate_request": Hook(
@@ -85,14 +87,16 @@ def hooks() -> dict[str, Hook]:
         "configure_capture": Hook(
             feature_capture.configure_capture, "some targets capture features under another name"
         ),
-        "row_headroom": Hook(memory.row_headroom, "a step reserves two blocks of a request's row"),
+        "row_headroom": Hook(
+            memory.row_headroom, "a step reserves two blocks in a request's slot-table row"
+        ),
         "default_pool_init": budget,
         "swa_pool_init": budget,
         "internal_state": Hook(
             describe.describe_server, "/server_info shows our settings and acceptance"
         ),
-        "run_event_loop": Hook(_run_event_loop, "hands our worker its scheduler"),
-        "spec_metrics": Hook(describe.describe_request, "an answer says how its drafts did"),
+        "run_event_loop": Hook(_run_event_loop, "gives our worker the scheduler"),
+        "spec_metrics": Hook(describe.describe_request, "a response reports its own acceptance"),
     }
 
 

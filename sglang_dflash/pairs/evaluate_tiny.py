@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--drafter", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--show", type=int, default=5, help="how many answers to print")
+    parser.add_argument("--show", type=int, default=5, help="number of answers to print")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -110,7 +110,7 @@ def main() -> None:
         print(f"> {prompt}\n{answer}\n")
     print(result.report())
     good = sum(right[p] == a for p, a in zip(prompts, result.answers, strict=True))
-    print(f"answers word for word as the grammar gives them: {good}/{len(prompts)}")
+    print(f"answers that match the grammar word for word: {good}/{len(prompts)}")
 
 
 if __name__ == "__main__":

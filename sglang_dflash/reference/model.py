@@ -72,8 +72,8 @@ class DrafterConfig:
         """Read the released config.json format; reject variants this oracle does not support."""
         if "dflash_config" not in raw:
             raise ValueError(
-                "config.json has no dflash_config, so it is not a DFlash drafter. "
-                "Point at a folder whose architectures entry is DFlashDraftModel."
+                "config.json has no dflash_config, so it is not a DFlash drafter. Pass a folder "
+                "whose architectures entry is DFlashDraftModel."
             )
         dflash = raw["dflash_config"]
         refuse_unknown(raw, name=name)
@@ -132,7 +132,7 @@ def _read_block_size(raw: dict[str, Any], dflash: dict[str, Any]) -> int:
     if len(found) != 1:
         raise ValueError(
             f"block_size is {raw.get('block_size')} at the top level of config.json and "
-            f"{dflash.get('block_size')} in dflash_config. Give it once, or twice the same."
+            f"{dflash.get('block_size')} in dflash_config. Give it once, or the same value twice."
         )
     return found.pop()
 

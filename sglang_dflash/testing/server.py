@@ -64,8 +64,8 @@ class ServerProcess:
         with contextlib.suppress(requests.RequestException):
             requests.get(f"{self.url}/health", timeout=5)
             raise SystemExit(
-                f"{self.url} is answered already, so this server would not be the one that is "
-                "asked. Stop the server there first."
+                f"Another server already answers at {self.url} and would get this one's requests. "
+                "Stop it first."
             )
         if threading.current_thread() is threading.main_thread():
             # `timeout` sends SIGTERM: the servers must not outlive this program
@@ -96,7 +96,7 @@ class ServerProcess:
         while time.monotonic() - self._began < timeout_s:
             on_wait()
             if self._process.poll() is not None:
-                raise RuntimeError(f"the server ended at start-up:\n{self.log()[-4000:]}")
+                raise RuntimeError(f"the server exited during start-up:\n{self.log()[-4000:]}")
             with contextlib.suppress(requests.RequestException):
                 if requests.get(f"{self.url}/health", timeout=10).ok:
                     self.start_s = round(time.monotonic() - self._began, 1)
@@ -140,7 +140,7 @@ class ServerProcess:
         deadline = time.monotonic() + IDLE_TIMEOUT_S
         while not requests.post(f"{self.url}/flush_cache", timeout=60).ok:
             if time.monotonic() > deadline:
-                raise RuntimeError("the server does not become idle")
+                raise RuntimeError("the server did not become idle")
             time.sleep(0.2)
 
     def stop(self) -> None:

@@ -173,7 +173,7 @@ def _note_answers(
     run.write("run.json", values)
     print(
         f"train: {values['answers']['count']} answers, {values['answers']['tokens']} tokens, "
-        f"{values['answers']['stopped']} ended by themselves",
+        f"{values['answers']['stopped']} ended on their own",
         flush=True,
     )
 

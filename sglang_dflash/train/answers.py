@@ -124,7 +124,7 @@ def answer_questions(
     with tqdm(total=sum(map(len, parts)), desc="answers", unit=" prompts", mininterval=1) as bar:
         for part in parts:
             if seconds is not None and time.monotonic() - began > seconds:
-                bar.write(f"answers: stopped after {seconds / 60:.1f} minutes, as asked")
+                bar.write(f"answers: stopped after {seconds / 60:.1f} minutes, as requested")
                 return
             answers = []
             for question, ids in zip(part, ask(part), strict=True):

@@ -25,14 +25,18 @@ def _default(name: str) -> str:
 
 def add_train_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model-path", required=True, help="target: a Hugging Face folder or name")
+    add("--model-path", required=True, help="target: a Hugging Face folder or model name")
     add("--out", type=Path, required=True, help="folder for answers, checkpoint and drafter/")
-    add("--resume", action="store_true", help="continue the run in --out, at whatever stage it is")
-    add("--stop-after", choices=("answers", "train"), help="do not run the later stages")
-    add("--evaluate-only", action="store_true", help="measure the drafter in --out again")
+    add(
+        "--resume",
+        action="store_true",
+        help="continue the run in --out at the stage it has reached",
+    )
+    add("--stop-after", choices=("answers", "train"), help="skip the stages after this one")
+    add("--evaluate-only", action="store_true", help="only evaluate the drafter in --out again")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=TrainConfig.seed)
-    add("--licence", default=TrainConfig.licence, help="for the model card")
+    add("--licence", default=TrainConfig.licence, help="to state in the model card")
     _add_answers(parser.add_argument_group("the target's answers"))
     _add_drafter(parser.add_argument_group("the drafter"))
     _add_training(parser.add_argument_group("training"))
@@ -46,7 +50,8 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         type=Path,
         nargs="+",
         default=TrainConfig.prompts,
-        help="JSONL with `prompt` or `messages` (up to the last user turn), or .txt, one a line",
+        help="JSONL with `prompt` or `messages` (up to the last user turn), or .txt with one "
+        "prompt per line",
     )
     add(
         "--answers",
@@ -61,7 +66,7 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         "--engine-rows",
         type=int,
         default=TrainConfig.engine_rows,
-        help="prompts that the engine answers at once",
+        help="prompts that the engine answers concurrently",
     )
     add(
         "--answers-per-prompt",
@@ -73,14 +78,15 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
     add(
         "--max-length",
         type=int,
-        help=f"of prompt and answer together, in tokens; {_default('max_length')}",
+        help=f"prompt and answer together, in tokens; {_default('max_length')}",
     )
-    add("--answer-minutes", type=float, help="stop generating after so long")
+    add("--answer-minutes", type=float, help="stop generating after this many minutes")
     add(
         "--share",
         default="1/1",
-        help="K/N: ask only every N-th question, from the K-th; N calls, each with its own --out, "
-        "keep a GPU busier than one, and --answers takes the files of all",
+        help="K/N: answer only every N-th question, starting with the K-th; N parallel runs, "
+        "each with its own --out, keep a GPU busier than one, and --answers takes the files "
+        "of all of them",
     )
     add(
         "--temperatures",
@@ -92,13 +98,16 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         "--thinking",
         choices=("on", "off", "default"),
         default=TrainConfig.thinking,
-        help="enable_thinking of the chat template, as it will be served",
+        help="enable_thinking of the chat template, as in serving",
     )
 
 
 def _add_drafter(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--init-from", help="a drafter to train further, a folder or name; it brings its shape")
+    add(
+        "--init-from",
+        help="drafter to continue training, a folder or model name; its shape is kept",
+    )
     add("--layers", type=int, help=f"default {DrafterShape.layers}")
     add("--block-size", type=int, help=f"default {DrafterShape.block_size}")
     add(
@@ -110,21 +119,25 @@ def _add_drafter(group: argparse._ArgumentGroup) -> None:
     add(
         "--mask-token-id",
         type=int,
-        help="default: the tokenizer's mask token; else the first row of the embedding that no "
-        "token uses; else the last special token that the chat template does not name",
+        help="default: the tokenizer's mask token; else the first embedding row that no token "
+        "uses; else the last special token that the chat template does not contain",
     )
     add(
         "--sliding-window",
         type=int,
-        help="tokens that every layer but the last sees; default: all layers are full",
+        help="window of every layer but the last, in tokens; default: full attention in all layers",
     )
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--steps", type=int, help=f"{_default('steps')}, without --minutes")
-    add("--minutes", type=float, help="train for so long over all --resume; the nearer end counts")
-    add("--pause-after", type=float, help="write a checkpoint and end after so many minutes")
+    add("--steps", type=int, help=f"{_default('steps')}, unless --minutes is given")
+    add(
+        "--minutes",
+        type=float,
+        help="training time, resumed runs included; --steps may end it earlier",
+    )
+    add("--pause-after", type=float, help="write a checkpoint and exit after this many minutes")
     add("--checkpoint-every", type=float, default=TrainConfig.checkpoint_every, help="minutes")
     add("--tokens-per-batch", type=int, help=f"padding included; {_default('tokens_per_batch')}")
     add(
@@ -135,48 +148,52 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     add(
         "--optimizer",
         choices=("auto", "muon", "adamw"),
-        help="auto: muon on a GPU, adamw on a CPU, where Muon's bf16 products may take seconds",
+        help="auto: muon on a GPU, adamw on a CPU, where Muon's bf16 GEMMs may take seconds",
     )
     add("--learning-rate", type=float, default=TrainConfig.learning_rate)
     add(
         "--labels",
         choices=("soft", "hard"),
         default=TrainConfig.labels,
-        help="what the target predicts for each token, or only the token it said",
+        help="the target's distribution at each token, or only the token it generated",
     )
     add(
         "--loss",
         choices=("decay", "dpace"),
         default=TrainConfig.loss,
-        help="how the slots of a block are weighed",
+        help="how the slots of a block are weighted",
     )
-    add("--gamma", type=float, help="of --loss decay; default 7 for block 16, 5 for 10, 4 for 8")
+    add(
+        "--gamma",
+        type=float,
+        help="decay constant of --loss decay; default 7 for block 16, 5 for 10, 4 for 8",
+    )
     add(
         "--chunk-rows",
         type=int,
         default=TrainConfig.chunk_rows,
-        help="rows of logits in memory at once",
+        help="rows of logits held in memory at once",
     )
     add(
         "--attention",
         choices=("auto", "sdpa", "flex"),
         default=TrainConfig.attention,
-        help="of the blocks",
+        help="attention implementation for the blocks",
     )
 
 
 def _add_evaluation(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--held-out", type=int, help=f"prompts that are never trained on; {_default('held_out')}")
+    add("--held-out", type=int, help=f"prompts excluded from training; {_default('held_out')}")
     add(
         "--evaluate-prompts",
         type=int,
-        help=f"of these, for the real decoding loop; {_default('evaluate_prompts')}",
+        help=f"held-out prompts to run in the real decoding loop; {_default('evaluate_prompts')}",
     )
     add(
         "--evaluate-tokens",
         type=int,
-        help=f"at most, for each answer there; {_default('evaluate_tokens')}",
+        help=f"maximum tokens per answer in that loop; {_default('evaluate_tokens')}",
     )
 
 
@@ -280,7 +297,7 @@ def _read_shape(options: argparse.Namespace) -> DrafterShape | None:
         return DrafterShape(**given)
     if given:
         raise ValueError(
-            f"With --init-from {options.init_from} the shape is that drafter's. "
-            f"Drop {', '.join(map(flag, given))}."
+            f"With --init-from {options.init_from} the drafter's shape is fixed. Drop "
+            f"{', '.join(map(flag, given))}."
         )
     return None

@@ -48,8 +48,8 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and name.endswith("layers") and len(module) == count:
             return module
     raise ValueError(
-        f"{type(target).__name__} has no list of {count} layers to take features from. "
-        "Use a decoder-only target of transformers."
+        f"{type(target).__name__} has no list of {count} layers to take features from. Use a "
+        "decoder-only transformers model."
     )
 
 
@@ -58,8 +58,8 @@ def linear_head(target: PreTrainedModel) -> nn.Linear:
     head = target.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ValueError(
-            f"The LM head of {type(target).__name__} is a {type(head).__name__}, and a drafter is "
-            "trained with a linear one. Load the target without quantization."
+            f"The LM head of {type(target).__name__} is a {type(head).__name__}, but training "
+            "needs a linear one. Load the target without quantization."
         )
     return head
 

@@ -50,7 +50,7 @@ def find_drafter(name: str) -> Path:
         return Path(snapshot_download(name))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"--init-from {name} is no folder, and no name that can be downloaded: "
+            f"--init-from {name} is neither a folder nor a model that can be downloaded: "
             f"{str(error).splitlines()[0]} Pass a drafter's folder, or a name you have access to."
         ) from None
 
@@ -60,7 +60,9 @@ def read_drafter_config(folder: Path, target: PretrainedConfig) -> DrafterConfig
     try:
         raw = json.loads((folder / "config.json").read_text())
     except OSError:
-        raise ValueError(f"--init-from {folder} has no config.json. Pass a drafter.") from None
+        raise ValueError(
+            f"--init-from {folder} has no config.json. Pass a drafter's folder."
+        ) from None
     config = DrafterConfig.from_json(raw, name=str(folder))
     wanted = {
         "hidden_size": target.hidden_size,
@@ -68,14 +70,14 @@ def read_drafter_config(folder: Path, target: PretrainedConfig) -> DrafterConfig
         "num_target_layers": target.num_hidden_layers,
     }
     wrong = [
-        f"{name} {getattr(config, name)} and the target's is {value}"
+        f"{name} is {getattr(config, name)} but the target's is {value}"
         for name, value in wanted.items()
         if getattr(config, name) != value
     ]
     if wrong:
         raise ValueError(
-            f"--init-from {folder} is a drafter for another target: {', '.join(wrong)}. Pass this "
-            "target's own, or train a new one without --init-from."
+            f"--init-from {folder} is a drafter for another target: {', '.join(wrong)}. Pass one "
+            "for this target, or train a new one without --init-from."
         )
     return config
 

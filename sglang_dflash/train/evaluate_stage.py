@@ -46,7 +46,7 @@ def evaluate_drafter(
     )
     (run.out / "drafter" / "README.md").write_text(card)
     for loop in loops:
-        bound = f" (an ideal drafter's: {loop['ideal']:.2f})" if loop["ideal"] else ""
+        bound = f" (ideal drafter: {loop['ideal']:.2f})" if loop["ideal"] else ""
         print(
             f"train: accept length {loop['accept_length']:.2f} at temperature "
             f"{loop['temperature']:g}, {loop['drafts']} drafts, over {loop['verify_steps']} verify "

@@ -76,7 +76,7 @@ def prepare(options: argparse.Namespace, invocation: Invocation) -> Run:
     check_template(tokenizer, config.enable_thinking)
     if not stop:
         raise ValueError(
-            f"{config.model_path} names no token that ends an answer. Set eos_token_id in its "
+            f"{config.model_path} has no end-of-sequence token. Set eos_token_id in its "
             "generation_config.json."
         )
     if config.max_length > target.max_position_embeddings:
@@ -140,8 +140,8 @@ def _claim(run: Run, known: dict[str, Any]) -> None:
     changed = [f"{n} was {was.get(n)!r}, now {v!r}" for n, v in settings.items() if was.get(n) != v]
     if changed:
         raise ValueError(
-            f"--out {run.out} holds a run with other settings: {'; '.join(changed)}. Repeat the "
-            "earlier ones, or pass another folder."
+            f"--out {run.out} holds a run with other settings: {'; '.join(changed)}. Pass the "
+            "earlier settings, or another folder."
         )
     if config.evaluate_only:
         return

@@ -70,7 +70,7 @@ def read_prompts(
                 found[key] = ids
         if not rows:
             raise ValueError(
-                f"--prompts names {path}, which is empty. Write one prompt a line into it: JSON "
+                f"--prompts names {path}, which is empty. Write one prompt per line into it: JSON "
                 "with `prompt` or `messages`, or text in a .txt."
             )
         files.append(PromptFile(path.name, rows, sha256(path)))
@@ -87,14 +87,14 @@ def check_template(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) ->
     template = tokenizer.chat_template
     if not template:
         raise ValueError(
-            f"The tokenizer of {tokenizer.name_or_path} has no chat template, so prompts cannot be "
-            "put as a server would put them. Use an instruction-tuned target, or add a "
-            "chat_template to its tokenizer_config.json."
+            f"The tokenizer of {tokenizer.name_or_path} has no chat template, so prompts cannot "
+            "be formatted as a server would format them. Use an instruction-tuned target, or add "
+            "a chat_template to its tokenizer_config.json."
         )
     if thinking is not None and "enable_thinking" not in str(template):
         raise ValueError(
             f"--thinking {'on' if thinking else 'off'} was asked for, but the chat template of "
-            f"{tokenizer.name_or_path} knows no enable_thinking. Leave --thinking at default."
+            f"{tokenizer.name_or_path} does not use enable_thinking. Leave --thinking at default."
         )
 
 
@@ -129,5 +129,5 @@ def _read_row(line: str, place: str) -> list[dict[str, str]]:
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
-        raise ValueError(f"{place} has no user's turn. {wanted}")
+        raise ValueError(f"{place} has no user turn. {wanted}")
     return messages

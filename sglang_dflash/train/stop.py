@@ -89,5 +89,5 @@ def _kept(out: Path) -> str:
     if (out / "checkpoint.pt").exists() and scores.exists():
         return f"{out} has everything up to step {json.loads(scores.read_text())['step']}"
     if list(out.glob("answers-*")):
-        return f"the answers that were complete are kept in {out}"
-    return "there was nothing to keep yet"
+        return f"complete answers are kept in {out}"
+    return "there was nothing to save yet"

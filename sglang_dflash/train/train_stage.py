@@ -71,12 +71,12 @@ def train_drafter(
     monitor.resume(trainer)
     parameters = sum(p.numel() for p in trainer.module.parameters())
     print(
-        f"train: {len(batches.examples)} sequences in {len(batches.groups)} batches an epoch, "
-        f"{parameters / 1e6:.1f} M parameters, {loss_of.blocks} blocks a batch, "
-        f"attention {loss_of.attention}",
+        f"train: {len(batches.examples)} sequences in {len(batches.groups)} batches per epoch, "
+        f"{parameters / 1e6:.1f} M parameters, {loss_of.blocks} blocks per batch, attention "
+        f"{loss_of.attention}",
         flush=True,
     )
-    with stop.let_finish("saving after this step; a second signal ends at once"):
+    with stop.let_finish("saving after this step; a second signal exits immediately"):
         with monitor:
             trainer.run(batches, loss_of=loss_of, after_step=monitor)
         monitor.save(trainer)

@@ -41,7 +41,7 @@ def test_stream_tells_accepted_drafts_apart(
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (["--model-path", "M"], "give both, or neither"),
+        (["--model-path", "M"], "pass both, or neither"),
         (["--tiny", "--model-path", "M", "--draft-model-path", "D"], "--tiny is a pair of its own"),
     ],
     ids=["half", "two"],

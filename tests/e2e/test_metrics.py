@@ -147,8 +147,8 @@ def test_low_acceptance_raises_one_alarm_with_its_cause(
     before = measured.state()["sglang_dflash"]["alarms"]
     run(measured, prompts, ["wrong"] * 8, ignore_eos=True)
     assert measured.state()["sglang_dflash"]["alarms"] == before + 1
-    assert "DFLASH accepts little" in measured.log()
-    assert "does not belong to this target" in measured.log()
+    assert "DFLASH acceptance is low" in measured.log()
+    assert "was trained for another target" in measured.log()
     assert scrape(measured)["alarms_total"] == before + 1
 
 
@@ -184,8 +184,8 @@ def test_server_info_and_the_log_say_what_runs_each_op(measured: Server) -> None
     kernels = found["kernels"]
     assert found["ops"] == kernels["accept_block"] == kernels["reject_by_block"] == "torch"
     assert kernels["verify_attention"] == kernels["index_prefixes"] == "torch (CpuAttention)"
-    assert kernels["thin_linear"] == "sglang (the fused layer is Gemma 4's)"
-    assert kernels["verify_logits"] == "sglang (fp32 logits: a CPU gains nothing by others)"
+    assert kernels["thin_linear"] == "sglang (the fused layer is for Gemma 4 only)"
+    assert kernels["verify_logits"] == "sglang (fp32 logits: no gain on a CPU)"
     assert f"'kernels': {kernels}" in measured.log()
 
 

@@ -89,7 +89,7 @@ def test_a_server_that_is_there_already_is_not_measured() -> None:
     finally:
         other.shutdown()
     assert ran.returncode != 0
-    assert "is answered already" in ran.stderr
+    assert "Another server already answers at" in ran.stderr
 
 
 def test_a_stopped_benchmark_takes_its_server_with_it() -> None:

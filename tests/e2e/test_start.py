@@ -21,7 +21,7 @@ def test_drafter_with_missing_weights_ends_the_server(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["fc.weight"].clone()
     save_file(tensors, path)
     server = Server("--speculative-draft-model-path", str(folder))
-    with pytest.raises(RuntimeError, match="the server ended at start-up"):
+    with pytest.raises(RuntimeError, match="the server exited during start-up"):
         server.wait()
     assert (
         "are not those of a DFlash drafter: missing ['norm.weight'], unknown ['lm_head.weight']"

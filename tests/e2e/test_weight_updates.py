@@ -188,7 +188,7 @@ def test_requests_in_flight_keep_the_cache_or_the_weights(targets: Targets) -> N
     assert refused.status_code == 400
     assert "Nothing was updated" in refused.json()["message"]
     message = targets.load(targets.second, flush_cache=False)
-    assert "go on with KV of the old weights" in message
+    assert "keep using KV of the old weights" in message
     assert targets.post("continue_generation").ok
     asking.join()
     assert len(answers[0]["output_ids"]) == 400

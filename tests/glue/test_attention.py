@@ -76,12 +76,12 @@ def test_mla_keeps_sglangs_kernel_and_the_reason_is_told(
     with caplog.at_level(logging.WARNING):
         serves = install(make_runner(backend, LATENT, EXPANDED, LATENT))
     reason = (
-        "ours takes head dims up to 512 and whole groups of query heads, and this model has "
-        "layers of 16 heads of 576 over 1 of KV"
+        "our kernel supports head dims up to 512 and KV heads that divide the query heads, but "
+        "this model has layers of 16 query heads of dim 576 over 1 KV heads"
     )
     assert serves == f"TritonAttnBackend: {reason}"
     assert [record.message for record in caplog.records] == [
-        f"DFLASH: SGLang's prefill kernel serves verify blocks: {reason}."
+        f"DFLASH: SGLang's prefill kernel runs verify attention: {reason}."
     ]
     assert "forward_extend" not in vars(backend)
     assert "_update_target_verify_buffers" not in vars(backend)
@@ -90,7 +90,7 @@ def test_mla_keeps_sglangs_kernel_and_the_reason_is_told(
 def test_a_mode_of_its_own_keeps_sglangs_kernel(install: Any) -> None:
     backend = make_backend(enable_deterministic=True)
     serves = install(make_runner(backend, GROUPED))
-    assert serves == "TritonAttnBackend: deterministic inference asks for its own"
+    assert serves == "TritonAttnBackend: deterministic inference needs its own kernel"
     assert "forward_extend" not in vars(backend)
 
 
@@ -105,7 +105,7 @@ def test_what_runs_the_ops_of_attention_is_told(install: Any) -> None:
         )
 
     assert told(make_backend()) == {}
-    kept = "sglang (TritonAttnBackend: deterministic inference asks for its own)"
+    kept = "sglang (TritonAttnBackend: deterministic inference needs its own kernel)"
     found = told(make_backend(enable_deterministic=True))
     assert found == {"verify_attention": kept, "index_prefixes": kept}
     assert set(found) <= set(triton_ops().describe())

@@ -30,7 +30,7 @@ def test_fields_are_listed_before_they_are_written() -> None:
     """Arguments are resolved, and answers written, in other processes than the list's."""
     assert DFlashWorker is not None
     assert reasons("ServerArgs")["speculative_num_steps"] == "a block is drafted in one step"
-    assert reasons("meta_info") == {"dflash": "an answer says how its drafts did"}
+    assert reasons("meta_info") == {"dflash": "a response reports its own acceptance"}
 
 
 def test_equal_changes_of_several_objects_are_one_with_their_number() -> None:

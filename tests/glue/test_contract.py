@@ -96,5 +96,5 @@ def test_contract_knows_fields_methods_and_buffers(monkeypatch: pytest.MonkeyPat
 
 
 def test_unknown_symbol_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="compat knows no SGLang symbol 'nonsense'"):
+    with pytest.raises(AttributeError, match="compat has no SGLang symbol 'nonsense'"):
         _ = compat.nonsense

@@ -82,8 +82,8 @@ def test_a_wrong_shape_is_told_whole(tp_size: int, part: str) -> None:
     right = weights[name]
     for wrong in (right[: len(right) // 2], torch.cat([right, right])):
         message = (
-            f"{name} of the drafter {tiny_drafter()} is {list(wrong.shape)}, its config asks for "
-            f"{list(right.shape)}. Config and weights do not belong together."
+            f"{name} of the drafter {tiny_drafter()} has shape {list(wrong.shape)}, but its "
+            f"config asks for {list(right.shape)}. Config and weights do not match."
         )
         with pytest.raises(ValueError, match=re.escape(message)):
             build(tp_size, tp_size - 1).load_weights({**weights, name: wrong}.items())
@@ -103,6 +103,6 @@ def test_padding_for_a_cpu_is_not_asked_of_the_checkpoint(tmp_path: Path) -> Non
 
 def test_heads_that_ranks_cannot_share_are_told(tmp_path: Path) -> None:
     folder = make_drafter(tmp_path, num_attention_heads=9, num_key_value_heads=3)
-    message = "--tp-size 2 does not divide the drafter's 9 query and 3 key heads"
+    message = "--tp-size 2 does not divide the drafter's 9 query and 3 KV heads"
     with pytest.raises(ValueError, match=message):
         build(2, 0, padded_config(folder, 2))

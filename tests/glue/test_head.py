@@ -62,9 +62,9 @@ def test_a_part_of_a_vocabulary_that_says_nothing_is_refused() -> None:
     ("device", "settings", "reason"),
     [
         ("cuda", [{}], None),
-        ("cpu", [{}], "a CPU gains nothing by others"),
-        ("cuda", [], "the model has 0 logits processors, and ours stands in for one"),
-        ("cuda", [{}, {}], "the model has 2 logits processors, and ours stands in for one"),
+        ("cpu", [{}], "no gain on a CPU"),
+        ("cuda", [], "the model has 0 logits processors, but ours replaces exactly one"),
+        ("cuda", [{}, {}], "the model has 2 logits processors, but ours replaces exactly one"),
         ("cuda", [{"logit_scale": 0.5}], "the model scales its logits"),
         (
             "cuda",
@@ -88,7 +88,9 @@ def test_sglangs_logits_are_kept_with_a_reason(
         processors.append(processor)
     found = heads.VerifyHead(nn.ModuleList(processors), TORCH, device_type=device)
     if reason is None:
-        assert found.serves == "sglang_dflash (logits in the head's type, capped on the fly)"
+        assert (
+            found.serves == "sglang_dflash (logits in the head's dtype, softcap applied on the fly)"
+        )
         assert found.cap == 30.0
     else:
         assert (found.serves, found.cap) == (f"sglang (fp32 logits: {reason})", 0.0)

@@ -211,7 +211,7 @@ def refusal(*, overlap: bool = False, server: dict[str, Any] | None = None, **as
         ),
         (
             {"regex": "a", "server": {"grammar_backend": "outlines"}},
-            "outlines cannot step back .*, or start .* --grammar-backend xgrammar or llguidance.$",
+            "outlines cannot roll back .*, or start .* --grammar-backend xgrammar or llguidance.$",
         ),
         (
             {"min_p": 0.1, "server": {"enable_deterministic_inference": True}},
@@ -222,7 +222,8 @@ def refusal(*, overlap: bool = False, server: dict[str, Any] | None = None, **as
                 "input_embeds": [[0.5]],
                 "server": {"get_model_config": lambda: SimpleNamespace(dtype=torch.float16)},
             },
-            "a target in torch.float16 cannot read.* start the server with --dtype bfloat16",
+            "a target in torch.float16 cannot use.* without DFLASH, or start the server "
+            "with --dtype bfloat16",
         ),
     ],
 )

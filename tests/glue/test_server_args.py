@@ -54,7 +54,7 @@ def test_arguments_are_completed(models: Path) -> None:
 def test_the_drafter_is_not_quantised_with_its_target(models: Path) -> None:
     args = parse(models, "--quantization", "fp8")
     assert (args.quantization, args.speculative_draft_model_quantization) == ("fp8", None)
-    with pytest.raises(ValueError, match="not with --speculative-draft-model-quantization awq"):
+    with pytest.raises(ValueError, match="not support --speculative-draft-model-quantization awq"):
         parse(models, "--speculative-draft-model-quantization", "awq")
 
 
@@ -79,7 +79,7 @@ def test_smaller_block_is_kept(models: Path) -> None:
         ),
         pytest.param(
             ["--speculative-num-draft-tokens", "8", "--speculative-dflash-block-size", "4"],
-            "two names of one size",
+            "two names for the same setting",
             id="two blocks",
         ),
         pytest.param(["--pp-size", "2"], r"pipeline parallelism \(--pp-size 2\)", id="pp"),
@@ -108,20 +108,22 @@ def test_smaller_block_is_kept(models: Path) -> None:
         pytest.param(
             ["--enable-torch-compile"], "--enable-torch-compile, which would compile", id="compile"
         ),
-        pytest.param(["--enable-pdmux"], "--enable-pdmux, whose batches", id="pdmux"),
+        pytest.param(
+            ["--enable-pdmux"], "--enable-pdmux, which mixes prefill and verify batches", id="pdmux"
+        ),
         pytest.param(
             ["--tp-size", "2", "--dcp-size", "2"],
-            r"decode context parallelism \(--dcp-size 2\), which leaves each rank a part",
+            r"decode context parallelism \(--dcp-size 2\), which splits the draft KV across ranks",
             id="dcp",
         ),
         pytest.param(
             ["--enable-hierarchical-cache"],
-            "--enable-hierarchical-cache, which is not tested to bring back draft KV",
+            "--enable-hierarchical-cache, which is not tested to restore draft KV",
             id="hierarchical cache",
         ),
         pytest.param(
             ["--enable-memory-saver"],
-            "--enable-memory-saver, for after a release nothing loads the drafter again",
+            "--enable-memory-saver, because nothing reloads the drafter after a release",
             id="memory saver",
         ),
         pytest.param(["--speculative-draft-window-size", "64"], "draft-window-size", id="window"),
@@ -139,12 +141,14 @@ def test_chunks_that_would_let_a_prompt_wait_for_ever_are_refused(
     parse(models, *deterministic)  # torch_native can split a prompt anywhere
     on_triton = [*deterministic, "--attention-backend", "triton"]
     on_triton += ["--speculative-draft-attention-backend", "torch_native"]
-    with pytest.raises(ValueError, match="more than --chunked-prefill-size 64 would wait for ever"):
+    with pytest.raises(
+        ValueError, match="longer than --chunked-prefill-size 64 would wait forever"
+    ):
         parse(models, *on_triton)
     monkeypatch.setenv("SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE", "64")
     assert parse(models, *on_triton).chunked_prefill_size == 64
     monkeypatch.setenv("SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE", "few")
-    with pytest.raises(ValueError, match="ALIGN_SIZE=few is no whole number"):
+    with pytest.raises(ValueError, match="ALIGN_SIZE=few is not an integer"):
         parse(models, *on_triton)
 
 
@@ -193,10 +197,10 @@ def test_target_with_recurrent_layers_is_refused(models: Path, tmp_path: Path) -
         ),
         pytest.param(
             {"architectures": ["DFlash2DraftModel"]},
-            r"does not compute: architectures \['DFlash2DraftModel'\]",
+            r"does not support: architectures \['DFlash2DraftModel'\]",
             id="architecture",
         ),
-        pytest.param({"is_causal": True}, "does not compute: is_causal True", id="switch"),
+        pytest.param({"is_causal": True}, "does not support: is_causal True", id="switch"),
     ],
 )
 def test_drafter_that_does_not_fit_is_refused(

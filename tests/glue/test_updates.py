@@ -90,7 +90,7 @@ def test_weights_that_moved_are_a_failure_with_graphs(source: str) -> None:
     worker = Worker(in_place=False, graph=object())
     success, message = update(worker, source)
     assert not success
-    assert "1 weights (weight is one) were not replaced in place" in message
+    assert "1 weights (for example weight) were not replaced in place" in message
     assert "restart the server" in message
     # cached prefixes of the old weights must not be mixed with new weights
     assert worker.scheduler.flushes == [False]

@@ -39,7 +39,7 @@ def test_each_op_says_what_runs_it() -> None:
     assert set(found) == {*OPS, "verify_attention"}
     products = found.pop("thin_linear")
     assert set(found.values()) == {"sglang_dflash.triton"}
-    assert "5376 x 21504; other products are the library's" in products
+    assert "5376 x 21504; other GEMMs run in the library" in products
 
 
 def test_whatever_ops_names_is_compared() -> None:

@@ -111,7 +111,7 @@ def check_exact(
     for name, params in {"sampled": COLD, "top_k": COLD | TOP_K}.items():
         cold = tokens(ask(server, prompts, [params] * len(prompts), None))
         share = sum(map(_agreed, cold, greedy)) / (NEW_TOKENS * len(prompts))
-        wrong = f"only {share:.2f} of the tokens are the greedy ones"
+        wrong = f"only {share:.2f} of the tokens match greedy decoding"
         checks.add(f"{name}, so cold that it is greedy", None if share >= COLD_SHARE else wrong)
     return checks.found
 

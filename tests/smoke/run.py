@@ -171,9 +171,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     names = [family.name for family in FAMILIES]
     parser.add_argument("--families", nargs="*", choices=names, default=names)
-    parser.add_argument("--at-once", type=int, default=6, help="families on the card together")
-    parser.add_argument("--no-recipe", action="store_true", help="leave the full-sized 31B out")
-    parser.add_argument("--commit", help="to record where the tree is a copy without its history")
+    parser.add_argument("--at-once", type=int, default=6, help="families to run on the GPU at once")
+    parser.add_argument("--no-recipe", action="store_true", help="skip the full-sized 31B recipe")
+    parser.add_argument(
+        "--commit", help="commit to record if the tree is a copy without git history"
+    )
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/smoke-CARD.json")
     return parser.parse_args(arguments)
 
@@ -181,7 +183,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     if not torch.cuda.is_available():
-        raise SystemExit("The smoke needs a GPU that torch can use; `make test` needs none.")
+        raise SystemExit("The smoke test needs a GPU that torch can use; `make test` does not.")
     began = time.monotonic()
     report: dict[str, Any] = result_files.provenance(options.commit)
     chosen = [family for family in FAMILIES if family.name in options.families]

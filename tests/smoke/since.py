@@ -29,13 +29,13 @@ def changed_since(commit: str) -> list[str] | None:
 def report() -> str:
     name = RESULT.relative_to(ROOT)
     if not RESULT.is_file():
-        return f"smoke: there is no {name}: run `make smoke` on a GPU."
+        return f"smoke: {name} does not exist: run `make smoke` on a GPU."
     found = json.loads(RESULT.read_text())
     commit, verdict = found["commit"], "passed" if found["passed"] else "FAILED"
     at = f"smoke: {verdict} on {found['gpu']} at {commit}"
     files = changed_since(commit) if commit else None
     if files is None:
-        return f"{at}, a commit that this history does not have."
+        return f"{at}, a commit that is not in this history."
     if not files:
         return f"{at}; the serving path is unchanged since."
     return "\n".join([f"{at}; changed in the serving path since:", *files])

@@ -77,10 +77,10 @@ def test_draft_kv_counts_both_tensors_of_every_layer_on_a_rank() -> None:
         ),
         pytest.param(
             {"dflash_config": {"mask_token_id": 4}},
-            "does not say which target layers.*Add the layer ids",
+            "does not name the target layers.*Add the layer ids",
             id="no layer ids",
         ),
-        pytest.param({"hidden_size": None}, "is no DFlash drafter.*hidden_size", id="no size"),
+        pytest.param({"hidden_size": None}, "is not a DFlash drafter.*hidden_size", id="no size"),
         pytest.param({"layer_types": ["full_attention"]}, "2 layers but 1", id="few types"),
         pytest.param(
             {"layer_types": ["full_attention", "chunked_attention"]},
@@ -179,7 +179,7 @@ def test_every_weight_file_must_be_whole(tmp_path: Path, last: int) -> None:
     cfg.check_features(drafter(), tmp_path, target=TARGET)
     cut = tmp_path / f"model-{last}.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=f"model-{last}.safetensors is no whole.*cut short"):
+    with pytest.raises(ValueError, match=f"model-{last}.safetensors is not a complete.*cut short"):
         cfg.check_features(drafter(), tmp_path, target=TARGET)
 
 

@@ -140,8 +140,9 @@ def test_anything_else_is_refused_by_server_and_oracle(config: dict[str, Any], n
     for read in (DrafterConfig.from_json, DrafterSpec.from_config):
         with pytest.raises(ValueError) as refused:
             read(config, name="some/drafter")
-        assert f"drafter some/drafter asks for what sglang_dflash does not compute: {named}" in str(
-            refused.value
+        assert (
+            f"drafter some/drafter asks for settings that sglang_dflash does not support: {named}"
+            in str(refused.value)
         )
         assert len(str(refused.value)) < 400
 

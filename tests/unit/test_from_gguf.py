@@ -155,13 +155,13 @@ def test_the_tokenizer_splits_digits_and_knows_its_special_tokens(made: tuple[Ki
 
 def test_what_is_not_known_is_refused(tmp_path: Path):
     (tmp_path / "text.gguf").write_text("not a model")
-    with pytest.raises(ValueError, match="is no GGUF file"):
+    with pytest.raises(ValueError, match="is not a GGUF file"):
         from_gguf.make_folder(tmp_path / "text.gguf", tmp_path / "out")
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ValueError, match="holds a 'mamba' model; known are llama, qwen2"):
+    with pytest.raises(ValueError, match="holds a 'mamba' model; supported: llama, qwen2"):
         from_gguf.make_folder(tmp_path / "other.gguf", tmp_path / "out")
     with pytest.raises(ValueError, match=r"'blk.0.attn_sinks.weight', which this converter"):
         from_gguf.target_name("blk.0.attn_sinks.weight")

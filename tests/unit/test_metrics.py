@@ -94,8 +94,8 @@ def test_alarm_speaks_once_and_again_after_a_recovery() -> None:
 @pytest.mark.parametrize(
     ("steps", "cause"),
     [
-        ([(0, 100)] * 9 + [(1, 100)], "does not belong to this target"),
-        ([(1, 100)] * 6 + [(0, 100)] * 4, "start well and decay fast"),
+        ([(0, 100)] * 9 + [(1, 100)], "was trained for another target"),
+        ([(1, 100)] * 6 + [(0, 100)] * 4, "starts high and decays fast"),
         ([(1, 100)] * 3 + [(0, 100)] * 7, "too weak"),
         ([(3, 100)] * 3 + [(0, 9000)] * 12, "long contexts: accept length is 4.00"),
     ],
@@ -113,5 +113,5 @@ def test_alarm_reads_its_switches_strictly() -> None:
         block_size=8,
     )
     assert (alarm.threshold, alarm.window) == (2.5, 50)
-    with pytest.raises(ValueError, match="SGLANG_DFLASH_ALARM=low is no number of at least 0"):
+    with pytest.raises(ValueError, match="SGLANG_DFLASH_ALARM=low is not a number of at least 0"):
         AcceptanceAlarm.from_environment(Environment({"SGLANG_DFLASH_ALARM": "low"}), block_size=8)

@@ -44,7 +44,7 @@ def test_an_address_needs_no_scheme(port: int, capsys: pytest.CaptureFixture[str
 
 
 def test_a_server_that_is_none_of_sglang_is_told_apart(port: int) -> None:
-    with pytest.raises(SystemExit, match="/x is no SGLang server .404 .*Pass the --url of one"):
+    with pytest.raises(SystemExit, match="/x is not an SGLang server .404 .*Pass the --url of one"):
         main(["report", "--url", f"localhost:{port}/x", "--looks", "1"])
 
 

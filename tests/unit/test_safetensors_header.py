@@ -49,11 +49,13 @@ def test_a_file_without_tensors_is_whole(tmp_path: Path) -> None:
             "its header is 99999999 bytes and the file has 10",
             id="cut in the header",
         ),
-        pytest.param(struct.pack("<Q", 2) + b"{a", "its header is no JSON", id="garbled header"),
-        pytest.param(struct.pack("<Q", 1) + b"\xff", "its header is no JSON", id="no text"),
+        pytest.param(struct.pack("<Q", 2) + b"{a", "its header is not JSON", id="garbled header"),
+        pytest.param(struct.pack("<Q", 1) + b"\xff", "its header is not JSON", id="no text"),
         pytest.param(packed([1]), "a JSON list, not an object", id="list"),
-        pytest.param(packed({"a": {"shape": [1]}}), "of the tensor a only", id="no offsets"),
-        pytest.param(packed({"a": entry(8, 4)}), "of the tensor a only", id="backwards"),
+        pytest.param(
+            packed({"a": {"shape": [1]}}), "describes the tensor a only as", id="no offsets"
+        ),
+        pytest.param(packed({"a": entry(8, 4)}), "describes the tensor a only as", id="backwards"),
         pytest.param(
             packed({"a": entry(0, 8), "b": entry(8, 16)}, b"\0" * 15),
             "it is cut short: its header describes",
@@ -67,6 +69,8 @@ def test_a_file_that_is_not_whole_is_refused_by_name(
 ) -> None:
     path = tmp_path / "model-00002-of-00004.safetensors"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="model-00002-of-00004.safetensors is no whole") as refused:
+    with pytest.raises(
+        ValueError, match="model-00002-of-00004.safetensors is not a complete"
+    ) as refused:
         read_safetensors_header(path)
     assert reason in str(refused.value)

@@ -51,7 +51,7 @@ def test_a_commit_of_another_history_is_said(history: Path) -> None:
     (history / "smoke.json").write_text(
         json.dumps({"commit": "0" * 40, "passed": True, "gpu": "NVIDIA H200"})
     )
-    assert "does not have" in since.report()
+    assert "is not in this history" in since.report()
 
 
 def test_without_a_result_the_smoke_is_asked_for(history: Path) -> None:

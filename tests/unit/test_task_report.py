@@ -76,7 +76,7 @@ def test_a_failed_system_and_differing_answers_are_named_in_the_tables() -> None
     assert "in-tree failed: out of memory" in text
     assert "| MBPP | 50.0 | 125.0 (2.50x) |" in text
     assert "| MBPP | 6.13 |" in text
-    assert "| MBPP | 2 of 3 (part at token 212) |" in text
+    assert "| MBPP | 2 of 3 (diverge at token 212) |" in text
     assert "| MBPP | 3 of 4, 1 cut, 1 failed | 3 of 4, 1 cut, 1 failed |" in text
 
 

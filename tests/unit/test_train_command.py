@@ -409,7 +409,7 @@ def test_long_and_repeated_prompts_are_counted(tmp_path: Path):
 REFUSALS = {
     "mask": (["--mask-token-id", "1024"], "outside the target's vocabulary of 1024"),
     "layers": (["--target-layer-ids", "1", "7"], "must lie in 0..6 for a target of 8 layers"),
-    "thinking": (["--thinking", "on"], "knows no enable_thinking"),
+    "thinking": (["--thinking", "on"], "does not use enable_thinking"),
     "length": (["--max-length", "4096", "--tokens-per-batch", "4096"], "2048 positions"),
     "batch": (["--tokens-per-batch", "100"], "cannot hold one sequence of --max-length 160"),
     "gamma": (["--gamma", "5"], "Add --loss decay, or drop --gamma"),
@@ -421,7 +421,7 @@ REFUSALS = {
     "evaluate": (["--evaluate-only"], "--evaluate-only found no drafter"),
     "two shapes": (
         ["--init-from", str(tiny_drafter())],
-        "the shape is that drafter's. Drop --layers, --sliding-window.",
+        "the drafter's shape is fixed. Drop --layers, --sliding-window.",
     ),
 }
 SMALL_SHAPE = ("--layers=2", "--sliding-window=32")
@@ -460,10 +460,10 @@ def test_what_cannot_be_trained_further_is_refused(
     other.mkdir()
     raw = json.loads((tiny_drafter() / "config.json").read_text())
     reasons = {
-        "no/such/drafter": "is no folder, and no name that can be downloaded",
-        str(tmp_path): "has no config.json. Pass a drafter.",
+        "no/such/drafter": "is neither a folder nor a model that can be downloaded",
+        str(tmp_path): "has no config.json. Pass a drafter's folder.",
         str(tiny_target()): "it is not a DFlash drafter",
-        str(other): "for another target: hidden_size 64 and the target's is 128",
+        str(other): "for another target: hidden_size is 64 but the target's is 128",
     }
     (other / "config.json").write_text(json.dumps(raw | {"hidden_size": 64}))
     for name, reason in reasons.items():
@@ -477,8 +477,8 @@ def test_what_cannot_be_trained_further_is_refused(
     [
         ('{"question": "Hi"}\n', "line 1 has ['question']. Each line needs `prompt`"),
         ('{"prompt": "Hi"}\nHi\n', "line 2 is not JSON"),
-        ('{"messages": [{"role": "assistant", "content": "Hi"}]}\n', "line 1 has no user's turn"),
-        ("", "broken.jsonl, which is empty. Write one prompt a line"),
+        ('{"messages": [{"role": "assistant", "content": "Hi"}]}\n', "line 1 has no user turn"),
+        ("", "broken.jsonl, which is empty. Write one prompt per line"),
     ],
     ids=["field", "json", "turn", "empty"],
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang_dflash.glue import changes
 
-META_INFO = changes.Fields("meta_info", {"dflash": "an answer says how its drafts did"})
+META_INFO = changes.Fields("meta_info", {"dflash": "a response reports its own acceptance"})
 STATE = changes.Fields(
     "GetInternalStateReqOutput",
     {"internal_state": "/server_info shows our settings and acceptance"},

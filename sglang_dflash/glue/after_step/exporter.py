@@ -30,20 +30,24 @@ class PrometheusExporter:
             return Counter(f"sglang:dflash_{name}", text, [*names, *extra])
 
         self._counters = {
-            "verify_steps": counter("verify_steps_total", "Verify steps of single requests."),
-            "drafted_tokens": counter("drafted_tokens_total", "Tokens that were drafted."),
-            "accepted_drafts": counter("accepted_tokens_total", "Drafts the target agreed with."),
-            "committed_tokens": counter("committed_tokens_total", "Tokens added by verify steps."),
+            "verify_steps": counter("verify_steps_total", "Verify steps, counted per request."),
+            "drafted_tokens": counter("drafted_tokens_total", "Drafted tokens."),
+            "accepted_drafts": counter("accepted_tokens_total", "Accepted draft tokens."),
+            "committed_tokens": counter(
+                "committed_tokens_total", "Tokens committed by verify steps."
+            ),
         }
         self._accepted_at = counter(
-            "accepted_at_position_total", "Steps in which this draft was accepted.", "position"
+            "accepted_at_position_total",
+            "Verify steps that accepted the draft at this position.",
+            "position",
         )
         self._seconds = counter("stage_seconds_total", "Time spent in a stage.", "stage")
         self._timed = counter("timed_steps_total", "Batch steps whose stages were timed.")
-        self._alarms = counter("alarms_total", "Times that acceptance was found low.")
+        self._alarms = counter("alarms_total", "Low-acceptance alarms raised.")
         self._histogram = Histogram(
             "sglang:dflash_committed_tokens_per_step",
-            "Tokens committed by a verify step.",
+            "Tokens committed per verify step.",
             names,
             buckets=[float(k) for k in range(1, block_size + 1)],
         )

@@ -18,10 +18,10 @@ from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 REQ = changes.Fields(
     "Req",
     {
-        "output_ids": "tokens of a block are shown to SGLang's check one by one",
+        "output_ids": "SGLang's stop check sees the tokens of a block one by one",
         "finished_len": "an answer ends at its first stop",
-        "spec_num_correct_drafts": "drafts after a stop do not count",
-        "spec_correct_drafts_histogram": "drafts after a stop do not count",
+        "spec_num_correct_drafts": "drafts after a stop are not counted",
+        "spec_correct_drafts_histogram": "drafts after a stop are not counted",
     },
 )
 

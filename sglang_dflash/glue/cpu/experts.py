@@ -14,8 +14,10 @@ def install() -> None:
     """Make experts run on a CPU with any activation, and Gemma 4's router with its scale."""
     changes.attach(
         {
-            "unquantized_experts": Hook(_run_in_torch, "experts take any activation"),
-            "gemma4_norm": Hook(_norm_with_folded_scale, "a router's norm has its folded scale"),
+            "unquantized_experts": Hook(_run_in_torch, "supports any activation of the experts"),
+            "gemma4_norm": Hook(
+                _norm_with_folded_scale, "a router's norm applies its folded scale"
+            ),
         }
     )
 

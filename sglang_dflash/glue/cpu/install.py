@@ -22,7 +22,7 @@ def install_if_cpu() -> None:
     attention = changes.register(
         "register_attention_backend",
         "torch_native",
-        why="SGLang's own backend does not support blocks",
+        why="SGLang's own backend does not support draft blocks",
     )
     attention(CpuAttention)
     experts.install()
@@ -32,13 +32,13 @@ def install_if_cpu() -> None:
     changes.attach(
         {
             "model_specific_adjustments": Hook(
-                _accept_torch_native, "Gemma 4 may have a backend that needs no GPU"
+                _accept_torch_native, "lets Gemma 4 use an attention backend that needs no GPU"
             ),
             "update_intermediate_size": Hook(
-                _skip_absent_size, "a size that the model does not have is not padded"
+                _skip_absent_size, "skips padding a size that the model does not have"
             ),
             "set_envs_and_config": Hook(_fork_children, "child processes inherit imported modules"),
-            "init_cpu_threads": Hook(_leave_threads_alone, "OpenMP places its threads"),
+            "init_cpu_threads": Hook(_leave_threads_alone, "leaves thread placement to OpenMP"),
         }
     )
 

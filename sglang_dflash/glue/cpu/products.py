@@ -21,13 +21,13 @@ MIN_WEIGHT = 1 << 16
 HAS_MKL = torch.backends.mkl.is_available()
 
 WEIGHT = changes.Fields(
-    "weights of a CPU server", {"packed_for_blocks": "a copy laid out for products of a block"}
+    "weights of a CPU server", {"packed_for_blocks": "a copy laid out for the GEMMs of a block"}
 )
 
 
 def install() -> None:
     """Use packed weights for blocks in SGLang's linear layers and LM head."""
-    why = "a block's rows multiply with weights laid out for them"
+    why = "the GEMMs of a block use weights laid out for its rows"
     changes.attach(
         {
             "unquantized_linear": changes.Hook(_linear, why),

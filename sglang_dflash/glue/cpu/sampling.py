@@ -18,7 +18,7 @@ WORD = 0xFFFFFFFF
 
 def install() -> None:
     """Make --enable-deterministic-inference and xgrammar work on a CPU."""
-    why = "deterministic inference runs on a CPU"
+    why = "allows deterministic inference on a CPU"
     changes.register("add_deterministic_choices", ["torch_native"], why=why)
     changes.register("add_radix_deterministic_choices", ["torch_native"], why=why)
     changes.attach(

@@ -29,7 +29,7 @@ CONFIG = changes.Fields(
     "the drafter's config",
     dict.fromkeys(
         ("num_attention_heads", "num_key_value_heads", "intermediate_size"),
-        "on a CPU SGLang pads sizes that ranks do not divide",
+        "undoes SGLang's CPU padding of sizes not divisible by the TP size",
     ),
 )
 
@@ -42,7 +42,7 @@ class DraftAttention(nn.Module):
         if num_heads % tp_size or (spec.num_kv_heads % tp_size and tp_size % spec.num_kv_heads):
             raise ValueError(
                 f"--tp-size {tp_size} does not divide the drafter's {num_heads} query and "
-                f"{spec.num_kv_heads} key heads. Choose a size that divides both."
+                f"{spec.num_kv_heads} KV heads. Pass a size that divides both."
             )
         self.head_dim = spec.head_dim
         self.q_size = num_heads // tp_size * spec.head_dim
@@ -198,8 +198,8 @@ class DFlashDraftModel(nn.Module):
             wanted = whole_shapes.get(raw_name.split(".")[-2], param.shape)
             if wanted != tensor.shape:
                 raise ValueError(
-                    f"{raw_name} of the drafter {self.spec.name} is {list(tensor.shape)}, its "
-                    f"config asks for {list(wanted)}. Config and weights do not belong together."
+                    f"{raw_name} of the drafter {self.spec.name} has shape {list(tensor.shape)}, "
+                    f"but its config asks for {list(wanted)}. Config and weights do not match."
                 )
             if part is None:
                 getattr(param, "weight_loader", compat.default_weight_loader)(param, tensor)

@@ -36,7 +36,7 @@ def describe_layers(serves: str, ops: Ops) -> dict[str, str]:
     """Return what runs the fused ops, given what runs the layers; empty if those are ours."""
     if serves == f"sglang_dflash.{ops.name}":
         return {}
-    kept = "sglang (the fused layer is Gemma 4's)" if serves == "sglang" else serves
+    kept = "sglang (the fused layer is for Gemma 4 only)" if serves == "sglang" else serves
     return dict.fromkeys(("norm_and_rotate_qkv", "norm_add_norm", "thin_linear"), kept)
 
 
@@ -59,7 +59,7 @@ def _why_not(layer: Any) -> str | None:
         return "shared KV"
     norms = (attention.q_norm, attention.k_norm)
     if any(norm.scale_shift for norm in norms) or attention.v_norm.with_scale:
-        return "other norms of q, k and v"
+        return "different norms of q, k and v"
     for path in PRODUCTS:
         module = layer.get_submodule(path)
         if module.bias is not None:

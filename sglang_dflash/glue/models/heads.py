@@ -73,9 +73,9 @@ def _refuse_quantised(head: Any) -> None:
     how = type(getattr(head, "quant_method", None)).__name__
     found = "no weight" if weight is None else f"a weight of {weight.dtype}"
     raise ValueError(
-        f"The target's lm_head is quantised ({type(head).__name__} with {found}, by {how}), and "
-        "DFLASH drafts with a head of float32, float16 or bfloat16 only. Serve a checkpoint whose "
-        "lm_head was left out of the quantisation, or serve without --speculative-algorithm DFLASH."
+        f"The target's lm_head is quantised ({type(head).__name__} with {found}, by {how}), but "
+        "DFLASH needs a float32, float16 or bfloat16 head to draft with. Serve a checkpoint "
+        "whose lm_head is not quantised, or serve without --speculative-algorithm DFLASH."
     )
 
 
@@ -86,8 +86,8 @@ def _shard_of(head: Any, vocab_size: int) -> Any:
     if head.weight.shape[0] < vocab_size:
         raise ValueError(
             f"The target's lm_head ({type(head).__name__}) has {head.weight.shape[0]} rows for a "
-            f"vocabulary of {vocab_size} and does not say which. Serve this target without "
-            "--speculative-algorithm DFLASH, or without tensor parallelism."
+            f"vocabulary of {vocab_size} and does not say which tokens they belong to. Serve this "
+            "target without --speculative-algorithm DFLASH, or without tensor parallelism."
         )
     return None
 
@@ -155,14 +155,14 @@ class VerifyHead:
         if reason is not None:
             self.serves = f"sglang (fp32 logits: {reason})"
             return
-        self.serves = "sglang_dflash (logits in the head's type, capped on the fly)"
+        self.serves = "sglang_dflash (logits in the head's dtype, softcap applied on the fly)"
         processor = processors[0]
         self.cap = float(processor.final_logit_softcapping or 0.0)
         changes.replace(
             processor,
             "_get_logits",
             _raw_when_verifying(processor, processor._get_logits),
-            why="a verify pass keeps its logits in the head's type, uncapped",
+            why="a verify pass keeps its logits in the head's dtype, without softcap",
         )
 
     def greedy(self, logits: Tensor) -> Tensor:
@@ -180,9 +180,9 @@ class VerifyHead:
 def _why_sglangs_logits(processors: list[Any], device_type: str) -> str | None:
     """Return why a verify pass has to keep SGLang's logits; None if ours can be used."""
     if device_type == "cpu":
-        return "a CPU gains nothing by others"
+        return "no gain on a CPU"
     if len(processors) != 1:
-        return f"the model has {len(processors)} logits processors, and ours stands in for one"
+        return f"the model has {len(processors)} logits processors, but ours replaces exactly one"
     if processors[0].logit_scale is not None:
         return "the model scales its logits"
     if processors[0].do_tensor_parallel_all_gather_dp_attn:

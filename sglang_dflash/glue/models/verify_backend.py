@@ -33,7 +33,7 @@ def install_verify_attention(runner: Any, ops: Ops, *, max_requests: int, block_
     shapes = _layer_shapes(runner.model)
     foreign = _foreign_mode(backend) or _foreign_layers(shapes)
     if foreign is not None:
-        logger.warning("DFLASH: SGLang's prefill kernel serves verify blocks: %s.", foreign)
+        logger.warning("DFLASH: SGLang's prefill kernel runs verify attention: %s.", foreign)
         return f"{type(backend).__name__}: {foreign}"
     attention = ops.verify_attention(
         max_requests, block_size, shapes=shapes, dtype=runner.dtype, device=runner.device
@@ -53,11 +53,11 @@ def describe_verify_attention(serves: str, ops: Ops) -> dict[str, str]:
 
 def _foreign_mode(backend: Any) -> str | None:
     if backend.enable_deterministic:
-        return "deterministic inference asks for its own"
+        return "deterministic inference needs its own kernel"
     if backend.dcp_size > 1:
         return "decode context parallelism shards the KV cache"
     if backend._translate_kv_loc is not None:
-        return "the unified memory pool has slots of its own"
+        return "the unified memory pool has its own slot numbering"
     return None
 
 
@@ -76,15 +76,15 @@ def _foreign_layers(shapes: list[Any]) -> str | None:
     from sglang_dflash.kernels.attention.tiles import TILES, can_serve
 
     foreign = [
-        f"{s.num_q_heads} heads of {s.head_dim} over {s.num_kv_heads} of KV"
+        f"{s.num_q_heads} query heads of dim {s.head_dim} over {s.num_kv_heads} KV heads"
         for s in shapes
         if not can_serve(s)
     ]
     if not foreign:
         return None
     return (
-        f"ours takes head dims up to {max(TILES)} and whole groups of query heads, and this model "
-        f"has layers of {', '.join(foreign)}"
+        f"our kernel supports head dims up to {max(TILES)} and KV heads that divide the query "
+        f"heads, but this model has layers of {', '.join(foreign)}"
     )
 
 
@@ -105,14 +105,14 @@ def shrink_graph_buffers(backend: Any) -> None:
                 backend,
                 "cuda_graph_swa_out_cache_loc",
                 torch.zeros(max_num_tokens, dtype=torch.int64, device=backend.device),
-                why="a block writes a slot for each of its tokens",
+                why="a block writes one slot per token",
             )
 
     changes.replace(
         backend,
         "init_cuda_graph_state",
         init_cuda_graph_state,
-        why="index buffers are sized by requests, whose tokens share a context",
+        why="index buffers are sized per request: the tokens of a block share a context",
     )
 
 
@@ -129,7 +129,7 @@ def plan_in_graph(draft_backend: Any) -> None:
         if in_capture:
             plan(forward_batch, in_capture=True)
 
-    why = "a draft graph plans its attention itself, at no cost to the host"
+    why = "attention planning is captured in the draft graph, at no cost to the host"
     changes.replace(draft_backend, "init_forward_metadata_out_graph", before_graph, why=why)
     changes.replace(draft_backend, "init_forward_metadata_in_graph", plan, why=why)
 
@@ -160,7 +160,7 @@ class VerifyBackend:
             self._backend,
             "_update_target_verify_buffers",
             self.lay_out_prefixes,
-            why="indexes prefixes without reading a length on the host",
+            why="builds the prefix index without reading lengths back to the host",
         )
 
     def lay_out_prefixes(
@@ -285,8 +285,8 @@ class VerifyBackend:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "DFLASH: SGLang's prefill kernel serves verify blocks of layer %d (query %s, %s): "
-                "slower, same result.",
+                "DFLASH: SGLang's prefill kernel runs verify attention in layer %d (query %s, "
+                "%s): slower, same result.",
                 layer.layer_id,
                 tuple(q.shape),
                 q.dtype,

@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 SOURCES = ("disk", "tensor", "distributed", "ipc")
 DONE = (
-    "Succeeded to update the target's weights. The drafter keeps its own: answers are those of the "
-    "new weights, but fewer drafts may be accepted until the drafter is trained for them."
+    "The target's weights were updated. The drafter keeps its own: answers come from the new "
+    "weights, but acceptance may drop until the drafter is trained for them."
 )
 NOT_FLUSHED = (
-    " The cache was not flushed (flush_cache=false): cached prefixes and requests in flight go on "
-    "with KV of the old weights. POST /flush_cache when the server is idle."
+    " The cache was not flushed (flush_cache=false): cached prefixes and requests in flight keep "
+    "using KV of the old weights. POST /flush_cache when the server is idle."
 )
 
 SCHEDULER = changes.Fields(
@@ -53,27 +53,27 @@ class TargetUpdates:
                 target_worker,
                 name,
                 self._guarded(getattr(target_worker, name)),
-                why="refuses an update with a reason, and rebuilds what is derived from weights",
+                why="refuses an update with a reason, and rebuilds state derived from weights",
             )
         join = target_worker.init_weights_update_group
         changes.replace(
             target_worker,
             "init_weights_update_group",
             lambda recv_req: _answer(join, recv_req),
-            why="a failure is answered, and does not end the server",
+            why="a failure is reported to the client and does not end the server",
         )
         self._check = self._runner.check_weights
         changes.replace(
             self._runner,
             "check_weights",
             self._check_target,
-            why="rebuilds what is derived from weights after a check",
+            why="rebuilds state derived from weights after a check",
         )
         changes.replace(
             draft_runner,
             "check_weights",
             lambda **_asked: None,
-            why="the checker resets weights, and nothing could reload the drafter's",
+            why="the checker resets weights, and the drafter's could not be reloaded",
         )
 
     def meet(self, scheduler: Any) -> None:
@@ -115,7 +115,7 @@ class TargetUpdates:
             return (
                 "The cache cannot be flushed while requests are in flight, as after "
                 "/pause_generation. Nothing was updated. Abort them (mode abort), or pass "
-                "flush_cache=false to let them go on with KV of the old weights."
+                "flush_cache=false to let them continue with KV of the old weights."
             )
         return None
 
@@ -149,8 +149,8 @@ class TargetUpdates:
         moved = [name for name in after if after[name] != before.get(name)]
         if moved and self._runner.decode_cuda_graph_runner is not None:
             return (
-                f"{len(moved)} weights ({moved[0]} is one) were not replaced in place, so captured "
-                "CUDA graphs still read the old ones."
+                f"{len(moved)} weights (for example {moved[0]}) were not replaced in place, so "
+                "captured CUDA graphs still read the old ones."
             )
         return None
 

@@ -11,11 +11,11 @@ from sglang_dflash.glue.sampling import grammar_mask
 
 REQ = changes.Fields(
     "Req",
-    {"input_embeds": "a refused request runs one more step, without what it was refused for"},
+    {"input_embeds": "a refused request runs one more step, without the refused parameter"},
 )
 PARAMS = changes.Fields(
     "SamplingParams",
-    {"min_p": "a refused request runs one more step, without what it was refused for"},
+    {"min_p": "a refused request runs one more step, without the refused parameter"},
 )
 
 
@@ -25,17 +25,19 @@ def refuse_request(req: Any, server_args: Any, *, enable_overlap: bool) -> str |
     constrained = any((params.json_schema, params.regex, params.ebnf, params.structural_tag))
     backend = server_args.grammar_backend
     if req.return_hidden_states:
-        return _refusal("return_hidden_states", "those of a block feed the drafter and are dropped")
+        return _refusal(
+            "return_hidden_states", "a block's hidden states feed the drafter and are then dropped"
+        )
     if req.custom_logit_processor is not None and enable_overlap:
         return _refusal(
             "custom_logit_processor",
-            "with overlap scheduling a processor sees an answer that lags behind",
+            "with overlap scheduling the processor would see an output that lags behind",
             "start the server with --disable-overlap-schedule",
         )
     if constrained and backend not in grammar_mask.BACKENDS:
         return _refusal(
             "structured output",
-            f"--grammar-backend {backend} cannot step back from a draft that was wrong",
+            f"--grammar-backend {backend} cannot roll back rejected drafts",
             f"start the server with --grammar-backend {' or '.join(grammar_mask.BACKENDS)}",
         )
     if req.input_embeds is not None:
@@ -43,8 +45,8 @@ def refuse_request(req: Any, server_args: Any, *, enable_overlap: bool) -> str |
         if dtype != torch.bfloat16:
             return _refusal(
                 "input_embeds",
-                f"SGLang turns them to bfloat16, which a target in {dtype} cannot read",
-                "or start the server with --dtype bfloat16",
+                f"SGLang converts them to bfloat16, which a target in {dtype} cannot use",
+                "start the server with --dtype bfloat16",
             )
     if params.min_p > 0 and server_args.enable_deterministic_inference:
         return _refusal("min_p", "SGLang's seeded sampler has no min_p")

@@ -26,14 +26,14 @@ PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "l
 OUTPUT = changes.Fields(
     "LogitsProcessorOutput",
     {
-        "next_token_logits": "SGLang's sampler reads logits in fp32, capped",
-        "next_token_logprobs": "logprobs of a block have a row for each request",
+        "next_token_logits": "SGLang's sampler expects fp32 logits with the softcap applied",
+        "next_token_logprobs": "the logprobs of a block are grouped by request",
     },
 )
 REQ = changes.Fields(
     "Req",
     {
-        "output_ids": "a custom processor sees the drafts before its row; taken back after it",
+        "output_ids": "a custom logit processor sees the drafts before its row; removed afterwards",
     },
 )
 

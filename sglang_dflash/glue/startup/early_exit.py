@@ -60,6 +60,6 @@ def check_port(host: str, port: int) -> None:
             probe.bind(address)
     except OSError as error:
         raise Refusal(
-            f"--host {host} --port {port} cannot be listened on: {error.strerror}. Stop what "
-            "listens there, or pass another --port."
+            f"Cannot listen on --host {host} --port {port}: {error.strerror}. Stop the process "
+            "that listens there, or pass another --port."
         ) from error

@@ -30,9 +30,9 @@ def refuse_recurrent(config: Any, *, name: str) -> None:
     if found is not None:
         raise ValueError(
             f"The target {name} ({', '.join(config.architectures)}) has linear-attention or Mamba "
-            f"layers ({type(found).__name__}): their state would not follow the accepted tokens, "
-            "and the text would be wrong. Serve it without --speculative-algorithm DFLASH, or set "
-            "SGLANG_DFLASH=off to use SGLang's own DFLASH."
+            f"layers ({type(found).__name__}): their state cannot be rolled back to the accepted "
+            "tokens, and the output would be wrong. Serve it without --speculative-algorithm "
+            "DFLASH, or set SGLANG_DFLASH=off to use SGLang's own DFLASH."
         )
 
 

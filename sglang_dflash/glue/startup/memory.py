@@ -36,7 +36,7 @@ def budget_draft_kv(original: Any, configurator: Any, kvc: Any) -> None:
         configurator,
         "_cell_size",
         configurator._cell_size + draft_kv_bytes(kvc),
-        why="a token costs its draft KV, too",
+        why="each token also needs draft KV",
     )
     return None
 

@@ -20,14 +20,14 @@ DEFAULT_MAX_RUNNING_REQUESTS = 48
 ARGS = changes.Fields(
     "ServerArgs",
     {
-        "speculative_num_draft_tokens": "the block size that drafter and user agree on",
+        "speculative_num_draft_tokens": "the block size, from the drafter or the user",
         "speculative_num_steps": "a block is drafted in one step",
         "speculative_eagle_topk": "a block is one chain",
-        "speculative_draft_attention_backend": "one that can serve this drafter's layers",
-        "speculative_draft_model_quantization": "--quantization is the target's",
-        "max_running_requests": "graphs and buffers need a bound",
-        "min_free_slots_delay": "nobody waits beside an empty slot",
-        "disable_overlap_schedule": "our switches decide on overlap scheduling",
+        "speculative_draft_attention_backend": "a backend that supports this drafter's layers",
+        "speculative_draft_model_quantization": "--quantization applies to the target only",
+        "max_running_requests": "CUDA graphs and buffers need a bound",
+        "min_free_slots_delay": "a request is admitted as soon as one slot is free",
+        "disable_overlap_schedule": "our switches control overlap scheduling",
     },
 )
 
@@ -57,9 +57,7 @@ def handle_dflash(server_args: Any) -> None:
     _keep_drafter_unquantised(server_args)
     if server_args.max_running_requests is None:
         ARGS.write(server_args, max_running_requests=DEFAULT_MAX_RUNNING_REQUESTS)
-        logger.info(
-            "DFLASH: --max-running-requests is %d unless you set it.", DEFAULT_MAX_RUNNING_REQUESTS
-        )
+        logger.info("DFLASH: --max-running-requests defaults to %d.", DEFAULT_MAX_RUNNING_REQUESTS)
     if server_args.min_free_slots_delay is None:
         # SGLang waits for up to 4 free slots because its DFLASH prefill is expensive. Ours takes
         # only a few more launches than a plain one
@@ -81,11 +79,14 @@ def _keep_drafter_unquantised(server_args: Any) -> None:
         return
     if quantised != server_args.quantization:
         raise ValueError(
-            f"DFLASH serves drafters as they were released, not with "
+            "DFLASH serves drafters as released and does not support "
             f"--speculative-draft-model-quantization {quantised}. Drop it."
         )
     ARGS.write(server_args, speculative_draft_model_quantization=None)
-    logger.info("DFLASH: --quantization %s is the target's; the drafter keeps its own.", quantised)
+    logger.info(
+        "DFLASH: --quantization %s applies to the target only; the drafter stays as released.",
+        quantised,
+    )
 
 
 def _overlap(server_args: Any) -> cfg.Overlap:
@@ -180,15 +181,15 @@ def _refuse_unsupported(server_args: Any) -> None:
         "--enable-torch-compile, which would compile around the kernels of a verify pass": (
             server_args.enable_torch_compile
         ),
-        "--enable-pdmux, whose batches of prompts and blocks share a step": (
+        "--enable-pdmux, which mixes prefill and verify batches in one step": (
             server_args.enable_pdmux
         ),
-        f"decode context parallelism (--dcp-size {server_args.dcp_size}), which leaves each rank "
-        "a part of a token's draft KV": server_args.dcp_size != 1,
-        "--enable-hierarchical-cache, which is not tested to bring back draft KV with a prefix": (
+        f"decode context parallelism (--dcp-size {server_args.dcp_size}), which splits the draft "
+        "KV across ranks": server_args.dcp_size != 1,
+        "--enable-hierarchical-cache, which is not tested to restore draft KV with a prefix": (
             server_args.enable_hierarchical_cache
         ),
-        "--enable-memory-saver, for after a release nothing loads the drafter again": (
+        "--enable-memory-saver, because nothing reloads the drafter after a release": (
             server_args.enable_memory_saver
         ),
         f"--page-size {server_args.page_size} on a CPU, where SGLang cannot allocate pages": (
@@ -225,9 +226,10 @@ def _refuse_endless_wait(server_args: Any) -> None:
     if chunk is not None and 0 < chunk < cut:
         variable, _ = DETERMINISTIC_PREFILL_ALIGN[backend]
         raise ValueError(
-            f"With --enable-deterministic-inference and --attention-backend {backend} SGLang cuts "
-            f"prompts by {cut} tokens, so a prompt of more than --chunked-prefill-size {chunk} "
-            f"would wait for ever. Set --chunked-prefill-size {cut}, or {variable}={chunk}."
+            f"With --enable-deterministic-inference and --attention-backend {backend} SGLang "
+            f"aligns prefill chunks to {cut} tokens, so a prompt longer than "
+            f"--chunked-prefill-size {chunk} would wait forever. Set --chunked-prefill-size "
+            f"{cut}, or {variable}={chunk}."
         )
 
 
@@ -241,8 +243,9 @@ def _asked_block_size(server_args: Any) -> int | None:
     sizes = {size for size in asked.values() if size is not None}
     if len(sizes) > 1:
         raise ValueError(
-            f"--speculative-num-draft-tokens {asked[names[0]]} and --speculative-dflash-block-size "
-            f"{asked[names[1]]} are two names of one size. Pass one of them."
+            f"--speculative-num-draft-tokens {asked[names[0]]} and "
+            f"--speculative-dflash-block-size {asked[names[1]]} are two names for the same "
+            "setting. Pass only one."
         )
     return sizes.pop() if sizes else None
 

@@ -25,14 +25,14 @@ from sglang_dflash.types import (
 BATCH = changes.Fields(
     "ScheduleBatch",
     {
-        "out_cache_loc": "a verify pass writes its block's slots",
-        "seq_lens_cpu": "the host knows bounds of a step's lengths, two blocks ahead",
-        "seq_lens_sum": "the host knows bounds of a step's lengths, two blocks ahead",
+        "out_cache_loc": "a verify pass writes to the slots of its block",
+        "seq_lens_cpu": "the host plans with upper bounds of the lengths, two blocks ahead",
+        "seq_lens_sum": "the host plans with upper bounds of the lengths, two blocks ahead",
     },
 )
 OUTPUT = changes.Fields(
     "LogitsProcessorOutput",
-    {"hidden_states": "features are the drafter's, and are dropped when it has read them"},
+    {"hidden_states": "the features are for the drafter, and are dropped once it has read them"},
 )
 
 

@@ -60,7 +60,9 @@ class VerifyGraphs:
                 torch.matmul(hidden, weight.T, out=out)
 
         _end_graphs_with(
-            tail, target_runner, why="verify graphs end in choices and draft KV projections"
+            tail,
+            target_runner,
+            why="verify graphs also compute the choices and the draft KV projections",
         )
 
     def outputs_of(self, verify_result: Any) -> VerifyOutputs | None:
@@ -99,7 +101,7 @@ class DraftGraphs:
             noise = randomness.for_batch(size)
             outputs.drafts[:, :size], _ = self._head.draft(hidden, noise, out)
 
-        _end_graphs_with(tail, draft_runner, why="draft graphs end in the head's choices")
+        _end_graphs_with(tail, draft_runner, why="draft graphs also compute the head's choices")
 
     def drafts_of(self, draft_result: Any, size: int) -> tuple[Tensor, Tensor | None] | None:
         """Return the result of `BlockHead.draft` for `size` requests; None if the pass ran outside

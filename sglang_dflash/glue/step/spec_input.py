@@ -15,8 +15,8 @@ FREE_AT_LEAST = 128
 BATCH = changes.Fields(
     "ScheduleBatch",
     {
-        "seq_lens_cpu": "the host's lengths are those that are committed",
-        "seq_lens_sum": "the host's lengths are those that are committed",
+        "seq_lens_cpu": "host-side lengths are the committed ones",
+        "seq_lens_sum": "host-side lengths are the committed ones",
     },
 )
 REQ = changes.Fields("Req", {"decode_batch_idx": "counts decode steps, as SGLang does elsewhere"})

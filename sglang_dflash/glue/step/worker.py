@@ -42,13 +42,13 @@ FLASH_BACKENDS = ("fa3", "fa4")
 
 BATCH = changes.Fields(
     "ScheduleBatch",
-    {"input_embeds": "SGLang brings embeddings of some requests, and a prefill needs them all"},
+    {"input_embeds": "SGLang passes embeddings of some requests only, but a prefill needs all"},
 )
 RESULT = changes.Fields(
     "GenerationBatchResult",
     {
-        "new_seq_lens": "a prefill's result has what the next step begins with",
-        "next_draft_input": "a prefill's result has what the next step begins with",
+        "new_seq_lens": "a prefill's result carries the state that the next step starts from",
+        "next_draft_input": "a prefill's result carries the state that the next step starts from",
     },
 )
 

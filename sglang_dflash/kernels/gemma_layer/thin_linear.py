@@ -111,7 +111,7 @@ def thin_linear(x: Tensor, weight: Tensor) -> Tensor | None:
 def served() -> str:
     """Return which GEMMs are ours, and what runs the others."""
     shapes = ", ".join(f"{width} x {depth}" for width, depth in TILES)
-    return f"up to {MEASURED_ROWS} rows and weights of {shapes}; other products are the library's"
+    return f"up to {MEASURED_ROWS} rows and weights of {shapes}; other GEMMs run in the library"
 
 
 def multiply(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:

@@ -9,8 +9,8 @@ import os
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
     raise ImportError(
-        "this sgl_kernel is sglang_dflash's stand-in for a CPU but SGLANG_USE_CPU_ENGINE is not 1; "
-        f"to serve on a GPU, take {os.path.dirname(os.path.dirname(__file__))} off PYTHONPATH"
+        "this sgl_kernel is sglang_dflash's CPU stand-in, but SGLANG_USE_CPU_ENGINE is not 1; to "
+        f"serve on a GPU, remove {os.path.dirname(os.path.dirname(__file__))} from PYTHONPATH"
     )
 
 __version__ = "0.0.0+sglang.dflash.cpu"
@@ -44,6 +44,6 @@ def __getattr__(name):
         raise AttributeError(name)
 
     def absent(*args, **kwargs):
-        raise NotImplementedError(f"sgl_kernel.{name} has no stand-in on a CPU")
+        raise NotImplementedError(f"sgl_kernel.{name} has no CPU stand-in")
 
     return absent
