@@ -46,11 +46,14 @@ def test_equal_changes_of_several_objects_are_one_with_their_number() -> None:
 
 
 def test_lists_and_tables_of_an_object_grow() -> None:
-    runner = SimpleNamespace(hooks=[1], models={})
+    class Runner(SimpleNamespace):
+        pass
+
+    runner = Runner(hooks=[1], models={})
     changes.append_to(runner, "hooks", 2, why="a test")
     changes.enter(runner, "models", "A", int, why="another")
     assert runner.hooks == [1, 2] and runner.models == {"A": int}
-    assert reasons("SimpleNamespace") == {"hooks": "a test", "models['A']": "another"}
+    assert reasons("Runner") == {"hooks": "a test", "models['A']": "another"}
 
 
 def test_what_is_replaced_for_a_while_comes_back() -> None:
