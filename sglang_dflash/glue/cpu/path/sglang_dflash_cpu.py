@@ -8,18 +8,21 @@ extension needs CUDA and stays unloaded, which it tolerates, but it registers fa
 operators that then do not exist. They are declared just before the import.
 """
 
+from __future__ import annotations
+
 import importlib.abc
 import os
 import sys
+from typing import Any
 
 MODE = "SGLANG_USE_CPU_ENGINE"
 OPERATORS = ("nms", "qnms")
 
 
 class DeclareTorchvisionOperators(importlib.abc.MetaPathFinder):
-    library = None  # must outlive the import
+    library: Any = None  # must outlive the import
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name == "torchvision":
             sys.meta_path.remove(self)
             import torch
@@ -29,7 +32,6 @@ class DeclareTorchvisionOperators(importlib.abc.MetaPathFinder):
                 kind.library = torch.library.Library("torchvision", "FRAGMENT")
                 for op in OPERATORS:
                     kind.library.define(f"{op}(Tensor dets, Tensor scores, float iou) -> Tensor")
-        return None
 
 
 if os.environ.setdefault(MODE, "1") == "1":

@@ -4,8 +4,15 @@ Holds the functions that a DFLASH server on a CPU calls. Any other name can be i
 does at the top of its modules, and raises NotImplementedError when called.
 """
 
+from __future__ import annotations
+
 import ctypes
 import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
     raise ImportError(
@@ -17,8 +24,13 @@ __version__ = "0.0.0+sglang.dflash.cpu"
 
 
 def assign_req_to_token_pool_cpu(
-    req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, *_unused
-):
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_cache_loc: Tensor,
+    *_unused: Any,
+) -> None:
     """Write newly allocated slots into each request's row, from its start to its end column."""
     taken = 0
     for row, start, end in zip(
@@ -29,7 +41,9 @@ def assign_req_to_token_pool_cpu(
         taken += count
 
 
-def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
+def copy_all_layer_kv_cache_cpu(
+    data_ptrs: Tensor, strides: Tensor, tgt_loc: Tensor, src_loc: Tensor
+) -> None:
     """Copy KV rows within each buffer, given its address and row size in bytes."""
     targets, sources = tgt_loc.tolist(), src_loc.tolist()
     for base, row_bytes in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
@@ -39,11 +53,11 @@ def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
             ctypes.memmove(base + target * row_bytes, row, row_bytes)
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Callable[..., NoReturn]:
     if name.startswith("__"):
         raise AttributeError(name)
 
-    def absent(*args, **kwargs):
+    def absent(*_args: Any, **_kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"sgl_kernel.{name} has no CPU stand-in")
 
     return absent
