@@ -120,7 +120,7 @@ class TargetUpdates:
         return None
 
     def _drain_finished(self) -> None:
-        """Process the remaining steps of finished requests, if all requests in batches are finished.
+        """Process what is left of the batches if every request in them is finished.
 
         A request's answer is sent before the scheduler drops it from its batches, and with overlap
         scheduling while one more step runs: an update right after the answer still finds both.
