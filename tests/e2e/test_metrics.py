@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import requests
+import torch
 
 from sglang_dflash.testing.server import ROOT, Server
 from tests.e2e.conftest import METERED_TOKENS as NEW_TOKENS
 
 BLOCK = 16
+ON_GPU = torch.cuda.is_available()
 
 
 def scrape(server: Server) -> dict[str, float]:
@@ -160,9 +162,10 @@ def test_server_info_lists_what_is_changed_in_sglang(
     run(measured, prompts, ["right4"], ignore_eos=True)
     assert measured.state()["sglang_dflash"]["changes"] == before
     reasons = {f"{change['target'].split('.')[-1]}.{change['name']}": change for change in before}
+    on_a_cpu = [] if ON_GPU else ["UnquantizedLinearMethod.apply"]
     for name in (
+        *on_a_cpu,
         "SpeculativeAlgorithm.create_worker",
-        "UnquantizedLinearMethod.apply",
         "TpModelWorker.update_weights_from_disk",
         "_ModelRegistry.models['DFlashDraftModel']",
         "DefaultPoolConfigurator._cell_size",
@@ -182,10 +185,16 @@ def test_server_info_and_the_log_say_what_runs_each_op(measured: Server) -> None
     """A silent fallback would be noticed only by its cost."""
     found = measured.state()["sglang_dflash"]
     kernels = found["kernels"]
-    assert found["ops"] == kernels["accept_block"] == kernels["reject_by_block"] == "torch"
-    assert kernels["verify_attention"] == kernels["index_prefixes"] == "torch (CpuAttention)"
+    ours, attention = "torch", "torch (CpuAttention)"
+    logits = "sglang (fp32 logits: no gain on a CPU)"
+    if ON_GPU:
+        ours = attention = "sglang_dflash.triton"
+        logits = "sglang_dflash (logits in the head's dtype, softcap applied on the fly)"
+    assert found["ops"] == ours.split(".")[-1]
+    assert kernels["accept_block"] == kernels["reject_by_block"] == ours
+    assert kernels["verify_attention"] == kernels["index_prefixes"] == attention
     assert kernels["thin_linear"] == "sglang (the fused layer is for Gemma 4 only)"
-    assert kernels["verify_logits"] == "sglang (fp32 logits: no gain on a CPU)"
+    assert kernels["verify_logits"] == logits
     assert f"'kernels': {kernels}" in measured.log()
 
 

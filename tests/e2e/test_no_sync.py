@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from sglang_dflash.testing.server import Server
@@ -22,8 +24,15 @@ def test_a_decode_step_does_not_wait_for_the_device(
     # the deployed configuration: bf16, triton target, fa4 drafter
     half = (*SHAPE, "--dtype", "bfloat16", "--speculative-draft-attention-backend", "fa4")
     with Server(*half, env=env) as server:
-        sampled = {"temperature": 1.0}
-        for params in ({"temperature": 0}, sampled, sampled | {"top_p": 0.95, "top_k": 64}):
-            found = server.generate_all(prompts[:8], max_new_tokens=60, **params)
+        greedy, sampled = {"temperature": 0.0}, {"temperature": 1.0}
+        filtered = sampled | {"top_p": 0.95, "top_k": 64}
+        for kinds in ([greedy], [sampled], [filtered], [greedy, sampled, filtered]):
+            mix = (kinds * 8)[:8]
+            with ThreadPoolExecutor(8) as pool:
+                found = pool.map(
+                    lambda ids, params: server.generate(ids, max_new_tokens=60, **params),
+                    prompts[:8],
+                    mix,
+                )
             assert all(answer["output_ids"] for answer in found)
         assert "overlap scheduling is on" in server.log()
