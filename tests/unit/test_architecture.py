@@ -127,9 +127,6 @@ GLUE_ALLOWED: dict[str, set[str]] = {
 }
 MAX_MODULE_LINES = 400
 MAX_PROGRAM_LINES = 400
-# to be split by subject together with the trainer
-MAX_TRAINER_TEST_LINES = 600
-TRAINER_TESTS = ("tests/unit/test_train.py", "tests/unit/test_train_command.py")
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 120
 
@@ -255,9 +252,7 @@ def test_modules_and_functions_stay_readable(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_programs_and_tests_stay_short(path: Path) -> None:
-    is_trainer = str(path.relative_to(ROOT)) in TRAINER_TESTS
-    limit = MAX_TRAINER_TEST_LINES if is_trainer else MAX_PROGRAM_LINES
-    assert len(path.read_text().splitlines()) <= limit
+    assert len(path.read_text().splitlines()) <= MAX_PROGRAM_LINES
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: str(p.relative_to(ROOT)))

@@ -1,26 +1,20 @@
-"""Small-scale training: what is learned, exported and held out, and the committed pair."""
+"""Small-scale training: losses, labels, blocks, batches and what a few steps learn."""
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from itertools import repeat
-from random import Random
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from scipy.stats import chisquare
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from sglang_dflash.pairs import tiny_drafter, tiny_target
-from sglang_dflash.pairs.evaluate_tiny import evaluate, template_answers
-from sglang_dflash.pairs.make_tiny import drafter_config, target_loss
-from sglang_dflash.pairs.save import export_drafter, export_target, round_to_bfloat16
-from sglang_dflash.pairs.tiny_corpus import templates
-from sglang_dflash.pairs.tiny_corpus.corpus import make_conversations, sample_prompts, split_of
+from sglang_dflash.pairs import tiny_target
+from sglang_dflash.pairs.make_tiny import target_loss
+from sglang_dflash.pairs.tiny_corpus.corpus import make_conversations
 from sglang_dflash.reference.generate import Generation, capture_features
 from sglang_dflash.reference.model import FULL, SLIDING, Drafter, DrafterConfig
 from sglang_dflash.train.acceptance import Ideal, sample_at
@@ -369,139 +363,3 @@ def test_a_loop_at_the_end_of_an_answer_is_cut_after_three_rounds(text: str, kep
         example = Answer("key", 0.0, finish, prompt, array("i", ids)).example(64)
         assert "".join(map(chr, example.token_ids)) == text * 2 + answer
         assert sum(example.answer_mask) == len(answer)
-
-
-RELEASED_KEYS = {
-    "architectures",
-    "attention_bias",
-    "attention_dropout",
-    "block_size",
-    "dflash_config",
-    "dtype",
-    "eos_token_id",
-    "head_dim",
-    "hidden_act",
-    "hidden_size",
-    "intermediate_size",
-    "layer_types",
-    "max_position_embeddings",
-    "max_window_layers",
-    "model_type",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "num_target_layers",
-    "pad_token_id",
-    "rms_norm_eps",
-    "rope_theta",
-    "sliding_window",
-    "tie_word_embeddings",
-    "use_sliding_window",
-    "vocab_size",
-}
-
-
-def released_names(layers: int) -> set[str]:
-    each = {
-        "input_layernorm",
-        "post_attention_layernorm",
-        *(f"self_attn.{p}" for p in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
-        *(f"mlp.{p}" for p in ("gate_proj", "up_proj", "down_proj")),
-    }
-    names = {f"layers.{i}.{name}.weight" for i in range(layers) for name in each}
-    return names | {"fc.weight", "hidden_norm.weight", "norm.weight"}
-
-
-@pytest.mark.parametrize("source", ["exported", "committed"])
-def test_drafter_folder_has_exactly_the_released_format(tmp_path, source):
-    """If this broke, a stock server would refuse the drafter or load only part of it."""
-    folder = tiny_drafter()
-    if source == "exported":
-        folder = tmp_path
-        export_drafter(make_drafter(), folder)
-    assert {p.name for p in folder.iterdir()} == {"config.json", "model.safetensors"}
-    config = json.loads((folder / "config.json").read_text())
-    assert set(config) == RELEASED_KEYS
-    assert config["architectures"] == ["DFlashDraftModel"]
-    assert set(config["dflash_config"]) == {"mask_token_id", "target_layer_ids"}
-    weights = load_file(folder / "model.safetensors")
-    assert set(weights) == released_names(layers=2)
-    assert {v.dtype for v in weights.values()} == {torch.bfloat16}
-
-
-def test_exported_target_holds_the_weights_it_was_measured_with(tmp_path):
-    """If this broke, the drafter would have been trained for another target."""
-    target = make_target()
-    round_to_bfloat16(target)
-    export_target(target, tmp_path, eos_id=2, pad_id=0)
-    assert target.dtype == torch.float32
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    for name, value in target.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value), name
-    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 2
-
-
-def test_held_out_prompts_are_never_trained_on():
-    """If this broke, the measured accept length would be that of memorised text."""
-    held_out = set(sample_prompts(300, seed=0))
-    trained = {t.prompt for c in make_conversations(3000, seed=0) for t in c.turns}
-    assert len(held_out) == 300
-    assert not held_out & trained
-    assert {split_of(p) for p in held_out} == {"held_out"}
-    assert {split_of(p) for p in trained} == {"train"}
-
-
-def test_prompts_depend_on_the_seed_alone():
-    """If this broke, two runs of a test would measure different prompts."""
-    assert sample_prompts(20, seed=1) == sample_prompts(20, seed=1)
-    assert sample_prompts(20, seed=1) != sample_prompts(20, seed=2)
-
-
-@pytest.mark.parametrize(
-    "kind", [templates.json_record, templates.json_people, templates.json_island]
-)
-def test_json_answers_of_the_grammar_are_json(kind):
-    """If this broke, the target would be taught to write broken JSON."""
-    for seed in range(20):
-        json.loads(kind(Random(seed)).answer)
-
-
-def test_any_text_survives_the_tokenizer(tokenizer):
-    """If this broke, a user's prompt could be changed before the model sees it."""
-    assert len(tokenizer) == 1024
-    for text in ("Hello, Mira!", "naïve 東京 🙂\t\n\n  x", '{"a": [1, 23]}'):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_chat_template_opens_the_assistant_turn(tokenizer):
-    """If this broke, a chat server would prompt the model in a form it never saw."""
-    messages = [{"role": "system", "content": "A"}, {"role": "user", "content": "B"}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == (
-        "<|im_start|>system\nA<|im_end|>\n<|im_start|>user\nB<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
-def test_committed_pair_is_small():
-    """If this broke, installing the package would mean downloading weights after all."""
-    files = [p for folder in (tiny_target(), tiny_drafter()) for p in folder.iterdir()]
-    assert sum(p.stat().st_size for p in files) <= 8 * 2**20
-
-
-def test_committed_drafter_is_the_one_of_the_recipe(tokenizer):
-    """If this broke, rerunning the recipe would not reproduce the shipped pair."""
-    config = json.loads((tiny_drafter() / "config.json").read_text())
-    assert DrafterConfig.from_json(config) == drafter_config(tokenizer)
-
-
-def test_committed_pair_accepts_three_tokens_a_step_and_answers_well(tokenizer):
-    """If this broke, the shipped drafter would no longer fit the shipped target."""
-    target = AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.float32).eval()
-    drafter = Drafter.from_pretrained(tiny_drafter())
-    prompts = sample_prompts(12, seed=0)
-    result = evaluate(target, drafter, tokenizer=tokenizer, prompts=prompts)
-    assert result.differing == []
-    assert result.accept_length >= 3.0, result.report()
-    right = template_answers(prompts, seed=0)
-    good = [a for p, a in zip(prompts, result.answers, strict=True) if right[p] == a]
-    assert len(good) >= 8, result.answers
