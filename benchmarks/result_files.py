@@ -40,7 +40,9 @@ def add_result_options(
     if servers:
         parser.add_argument("--logs", type=Path, help="folder for each server's log and traces")
     if picture:
-        parser.add_argument("--picture", type=Path, help="only draw the plot of this result file")
+        parser.add_argument(
+            "--picture", type=Path, help="only rewrite the table and the plot of this result file"
+        )
 
 
 def provenance(commit: str | None, *, hidden: Iterable[str] = ()) -> dict[str, Any]:
@@ -101,9 +103,10 @@ def write(found: dict[str, Any], out: Path, text: str, draw: Draw | None = None)
         print(f"no plot: matplotlib is not installed. Where it is, run with --picture {out}.json")
 
 
-def redraw(path: Path, draw: Draw) -> None:
-    """Redraw the plot of a result file."""
-    draw(json.loads(path.read_text()), path.with_suffix(".png"))
+def rewrite(path: Path, table: Callable[[dict[str, Any]], str], draw: Draw) -> None:
+    """Rewrite the table and the plot of a result file from its numbers."""
+    found = json.loads(path.read_text())
+    write(found, path, table(found["results"]), draw)
 
 
 def is_unsteady(point: dict[str, Any]) -> bool:

@@ -6,8 +6,8 @@
 Each system serves alone, with the same prompts. Decode rates come from the difference between two
 output lengths, so that prefill and start-up cancel out. Writes OUT.json (command, commit, versions,
 GPU), OUT.md (the table) and OUT.png (rate over requests) after each system; rerunning the command
-measures what is missing. `--picture OUT.json` redraws the plot. Unknown arguments are passed to the
-servers. Without a GPU, launch/cpu.sh starts them.
+measures what is missing. `--picture OUT.json` rewrites table and plot. Unknown arguments are passed
+to the servers. Without a GPU, launch/cpu.sh starts them.
 
 Plain decoding and SGLang's DFLASH run on the attention backends that SGLang picks. A system such as
 `in-tree-fa4` or `plain-triton` names its target's; `--attention-backend` sets that of all systems.
@@ -225,7 +225,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     if options.picture:
-        result_files.redraw(options.picture, draw)
+        result_files.rewrite(options.picture, table, draw)
         return
     results = earlier(options)
     for system in options.systems:

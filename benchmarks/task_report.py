@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 from benchmarks import result_files, systems
@@ -159,6 +159,23 @@ def speed(system: str, here: dict[str, dict[str, Any]]) -> str:
     return f"{shown} ({rate / here['plain']['tokens_per_s']:.2f}x)"
 
 
+def mean_ratios(points: Points, names: list[str], base: str) -> str:
+    """Return the geometric means over the tasks of each later system's speed over that of `base`,
+    by concurrency; "" if no point has both."""
+    found = []
+    for system in names[names.index(base) + 1 :] if base in names else ():
+        ratios: dict[int, list[float]] = {}
+        for (_, requests), here in points.items():
+            rates = [here[name]["tokens_per_s"] for name in (system, base) if name in here]
+            if len(rates) == 2 and all(rates):
+                ratios.setdefault(requests, []).append(rates[0] / rates[1])
+        if ratios:
+            means = (f"{geometric_mean(each):.2f}x" for _, each in sorted(ratios.items()))
+            at = " / ".join(map(str, sorted(ratios)))
+            found.append(f"{system} {' / '.join(means)} at {at} requests")
+    return f"Geometric mean over the tasks, over {base}: {'; '.join(found)}." if found else ""
+
+
 def accept_length(system: str, here: dict[str, dict[str, Any]]) -> str:
     found = here[system].get("accept_length")
     return "" if found is None else f"{found:.2f}"
@@ -187,14 +204,16 @@ def tables(results: dict[str, Any]) -> str:
     measured = [point for result in results.values() for point in result["points"]]
     found = [f"{name} failed: {r['error']}" for name, r in results.items() if "error" in r]
     found.append(systems.backends_line(results))
-    if any(map(result_files.is_unsteady, measured)):
+    unsteady = sum(map(result_files.is_unsteady, measured))
+    if unsteady:
         apart = f"more than {result_files.AGREEMENT:.0%} apart"
-        found.append(f"? marks a rate whose rounds are {apart}.")
+        found.append(f"? marks a rate whose rounds are {apart}: {unsteady} of {len(measured)}.")
     for temperature in dict.fromkeys(point["temperature"] for point in measured):
         points = points_at(results, temperature)
         at = f"temperature {temperature:g}"
         found += [
             grid(f"Tokens/s and speed-up over plain decoding, {at}", points, names, speed),
+            *(mean_ratios(points, names, base) for base in ("plain", "in-tree")),
             grid(f"Accept length, {at}", points, names, accept_length),
             grid(
                 "Answers equal to plain decoding's, token by token (plain: to plain's at the "

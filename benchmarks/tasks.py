@@ -277,7 +277,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     if options.picture:
-        result_files.redraw(options.picture, draw)
+        result_files.rewrite(options.picture, tables, draw)
         return
     run = Run(options)
     run.run()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from benchmarks import tasks
-from benchmarks.task_report import Answer, compare, is_right, tables
+from benchmarks import result_files, tasks
+from benchmarks.task_report import Answer, compare, is_right, mean_ratios, tables
 
 
 def answer(question: str, turn: int, *token_ids: int) -> Answer:
@@ -103,3 +106,30 @@ def test_rounds_that_disagree_are_marked() -> None:
     assert "Attention backends: plain fa3." in text
     steady = tables({"plain": {"points": [point | found | {"spread": 0.04}]}})
     assert "| MBPP | 55.6 |" in steady and "?" not in steady
+
+
+def test_means_are_over_the_tasks_that_both_systems_have_run() -> None:
+    """2x and 8x are 4x on average; a task that one of the two has not run does not count."""
+    rates = {"plain": [10.0, 10.0, 5.0], "in-tree": [40.0, 20.0], "ours": [20.0, 80.0]}
+    points: dict = {}
+    for system, each in rates.items():
+        for task, rate in zip(("gsm8k", "mbpp", "mtbench"), each, strict=False):
+            points.setdefault((task, 8), {})[system] = {"tokens_per_s": rate}
+    names = list(rates)
+    assert mean_ratios(points, names, "plain") == (
+        "Geometric mean over the tasks, over plain: in-tree 2.83x at 8 requests; "
+        "ours 4.00x at 8 requests."
+    )
+    assert mean_ratios(points, names, "in-tree").endswith("over in-tree: ours 1.41x at 8 requests.")
+    assert mean_ratios(points, ["plain"], "plain") == mean_ratios(points, ["ours"], "in-tree") == ""
+
+
+def test_the_table_of_a_result_file_is_rewritten_from_its_numbers(tmp_path: Path) -> None:
+    about = {"command": "c", "commit": "abc", "gpu": None, "sglang": "0.5.17", "results": {"a": 1}}
+    path = tmp_path / "sglang-0.5.17.json"
+    path.write_text(json.dumps(about))
+    drawn = []
+    result_files.rewrite(path, lambda results: f"table of {results}", lambda *_: drawn.append(_))
+    assert json.loads(path.read_text()) == about
+    assert "table of {'a': 1}" in (tmp_path / "sglang-0.5.17.md").read_text()
+    assert [each[1] for each in drawn] == [tmp_path / "sglang-0.5.17.png"]
