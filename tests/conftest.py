@@ -8,10 +8,12 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import Any
 
 import pytest
 import torch
 
+from sglang_dflash.pairs import tiny_target
 from sglang_dflash.testing.server import ROOT, SCHEDULES, Server
 
 STAND_INS = ROOT / "sglang_dflash" / "glue" / "cpu" / "path"
@@ -26,6 +28,14 @@ else:
         inherited = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STAND_INS), inherited]))
         importlib.import_module("sglang_dflash_cpu")
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The tiny pair's tokenizer."""
+    from transformers import AutoTokenizer  # slow to import, and few tests need it
+
+    return AutoTokenizer.from_pretrained(tiny_target())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

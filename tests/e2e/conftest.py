@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from sglang_dflash.pairs import tiny_target
 from sglang_dflash.pairs.tiny_corpus.corpus import sample_prompts
 from sglang_dflash.testing.server import ROOT, SCHEDULES, Server
 from tests.schedules import follows
@@ -67,11 +66,6 @@ def scripted(script_folder: Path) -> Iterator[Server]:
     env = {"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(script_folder)}
     with Server(*SHAPE, env=env) as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(tiny_target())
 
 
 @pytest.fixture(scope="session")

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import requests
-import torch
 
 from sglang_dflash.testing.server import ROOT, Server
+from tests.conftest import HAS_GPU
 from tests.e2e.conftest import METERED_TOKENS as NEW_TOKENS
 
 BLOCK = 16
-ON_GPU = torch.cuda.is_available()
 
 
 def scrape(server: Server) -> dict[str, float]:
@@ -162,7 +161,7 @@ def test_server_info_lists_what_is_changed_in_sglang(
     run(measured, prompts, ["right4"], ignore_eos=True)
     assert measured.state()["sglang_dflash"]["changes"] == before
     reasons = {f"{change['target'].split('.')[-1]}.{change['name']}": change for change in before}
-    on_a_cpu = [] if ON_GPU else ["UnquantizedLinearMethod.apply"]
+    on_a_cpu = [] if HAS_GPU else ["UnquantizedLinearMethod.apply"]
     for name in (
         *on_a_cpu,
         "SpeculativeAlgorithm.create_worker",
@@ -187,7 +186,7 @@ def test_server_info_and_the_log_say_what_runs_each_op(measured: Server) -> None
     kernels = found["kernels"]
     ours, attention = "torch", "torch (CpuAttention)"
     logits = "sglang (fp32 logits: no gain on a CPU)"
-    if ON_GPU:
+    if HAS_GPU:
         ours = attention = "sglang_dflash.triton"
         logits = "sglang_dflash (logits in the head's dtype, softcap applied on the fly)"
     assert found["ops"] == ours.split(".")[-1]

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.pairs.evaluate_tiny import evaluate, template_answers
@@ -18,12 +18,6 @@ from sglang_dflash.pairs.tiny_corpus import templates
 from sglang_dflash.pairs.tiny_corpus.corpus import make_conversations, sample_prompts, split_of
 from sglang_dflash.reference.model import Drafter, DrafterConfig
 from tests.unit.test_train import make_drafter, make_target
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(tiny_target())
-
 
 RELEASED_KEYS = {
     "architectures",

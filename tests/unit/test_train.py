@@ -10,9 +10,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch.nn import functional as F
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from sglang_dflash.pairs import tiny_target
 from sglang_dflash.pairs.make_tiny import target_loss
 from sglang_dflash.pairs.tiny_corpus.corpus import make_conversations
 from sglang_dflash.reference.generate import Generation, capture_features
@@ -31,11 +30,6 @@ from sglang_dflash.train.loss import (
 )
 from sglang_dflash.train.repeats import useful_length
 from sglang_dflash.train.trainer import Schedule, optimise
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(tiny_target())
 
 
 @pytest.fixture(scope="module")
