@@ -1,170 +1,376 @@
-"""Generate load on a server and measure its decode rate."""
+"""Compare decode rates over load: plain decoding, a fixed block of 16 and the automatic width.
+
+    python -m benchmarks.load --shapes gemma4-31b --mem-fraction-static 0.88 \\
+        --swa-full-tokens-ratio 1 --disable-piecewise-cuda-graph
+
+Random weights at real shapes. Acceptance is simulated: each request draws its number of correct
+drafts in each step from the survival profile that its request id names, so one server serves all
+profiles. `accept4.2` is geometric with a mean of 4.2 tokens per step, `accept1` is always wrong,
+`accept2+accept8` gives half of the requests each, and `recorded` was recorded with the SmolLM2
+pair. Plain decoding needs no profile. Systems: `plain`, `ours` (automatic width) and `ours-N`
+(N rows per request, fixed). `--in-tree 4.2 8` adds SGLang's DFLASH, which simulates one length per
+server, the same for all requests.
+
+All requests of a point start together and decode until two windows of --seconds were measured after
+a warm-up (benchmarks/load_windows.py). If the KV pool is too small for that, as with 256 requests
+of the 31B, each window is as long as the pool allows and gets its own batch.
+
+Writes OUT.json and OUT.md after every point and OUT.png after every system. `--into FILE.json` adds
+to the results of earlier calls at the same commit and measures only what is missing there;
+`--budget-s` starts no point after that time. `--picture FILE.json` rewrites table and plot. Unknown
+arguments are passed to all servers. Without a GPU, launch/cpu.sh serves the embedded pair.
+"""
 
 from __future__ import annotations
 
 import argparse
-import random
+import json
 import re
+import shlex
+import sys
 import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import requests
+import torch
 
-from benchmarks.result_files import AGREEMENT
-from benchmarks.systems import read_config
+from benchmarks import ROOT, batch_load, gpu, load_windows, result_files, systems
+from benchmarks.load_report import draw, report
+from benchmarks.load_windows import Window
+from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ServerProcess
 
-SAMPLING = {
-    "greedy": {"temperature": 0.0},
-    "sampled": {"temperature": 1.0, "top_p": 0.95, "top_k": 64},
-}
-PROMPT_IDS = (1000, 50000)
-WARM_UP_TOKENS = 8
-SECONDS_PER_RATE = 2.0  # total time of the longer batches over all tries
+SHAPES = ROOT / "benchmarks" / "shapes"
+REQUESTS = (1, 4, 8, 16, 32, 64, 128, 256)
+PROFILES = ("accept2", "accept4.2", "accept6", "accept8", "accept2+accept8", "accept1", "recorded")
+SYSTEMS = ("plain", "ours-16", "ours")
+BLOCK_SIZE = 16
+FIXED_MOST = 128  # requests: graphs of whole blocks take the memory of 16 rows each
+START_S = 80.0  # estimates: to start a server, and around the windows of a point
+AROUND_S = 3.0
+PART = re.compile(r"recorded|accept\d+(\.\d+)?")
 
 
-def generate(url: str, ids: list[int], new_tokens: int, sampling: str) -> dict[str, Any]:
-    params = {**SAMPLING[sampling], "max_new_tokens": new_tokens, "ignore_eos": True}
-    body: dict[str, Any] = {"input_ids": ids, "sampling_params": params}
-    response = requests.post(f"{url}/generate", json=body, timeout=600)
-    response.raise_for_status()
-    return response.json()
+class Start(NamedTuple):
+    """One server to start. `length` is the accept length that SGLang's DFLASH simulates."""
+
+    system: str
+    profiles: tuple[str | None, ...]
+    length: float = 0.0
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether each step verifies the same number of rows per request."""
+        return self.system not in ("plain", "ours")
+
+    def points(self, sizes: list[int]) -> list[tuple[str | None, int]]:
+        """Return the profiles and numbers of requests to measure."""
+        return [
+            (profile, n)
+            for n in sorted(sizes)
+            for profile in self.profiles
+            # a mixture needs a request of each kind
+            if n >= len((profile or "").split("+")) and not (self.is_fixed and n > FIXED_MOST)
+        ]
 
 
-def prompt_ids(model_path: Path | str) -> tuple[int, int]:
-    """Return the range of token ids to draw prompts from, inside the model's vocabulary."""
-    low, high = PROMPT_IDS
-    config = read_config(model_path)
-    vocabulary = config.get("text_config", config).get("vocab_size", high)
-    return min(low, vocabulary // 2), min(high, vocabulary)
-
-
-def draw_prompts(
-    num_requests: int, context: int, seed: object, ids: tuple[int, int] = PROMPT_IDS
-) -> list[list[int]]:
-    chance = random.Random(f"{seed} {num_requests} {context}")
-    return [[chance.randrange(*ids) for _ in range(context)] for _ in range(num_requests)]
-
-
-def run_batch(
-    url: str, prompts: list[list[int]], new_tokens: int, sampling: str
-) -> tuple[float, list[dict[str, Any]]]:
-    """Send a batch concurrently; return its duration and answers."""
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        start = time.monotonic()
-        answers = list(pool.map(lambda ids: generate(url, ids, new_tokens, sampling), prompts))
-        return time.monotonic() - start, answers
-
-
-def ran_together(log: str) -> int:
-    """Return how many requests a server ran concurrently, by its log; 0 if any was retracted."""
-    if "Retract requests" in log:
-        return 0
-    running = [int(n) for n in re.findall(r"Decode batch.* #running-req: (\d+)", log)]
-    joining = re.findall(r"Prefill batch, #new-seq: (\d+).* #running-req: (\d+)", log)
-    return max(running + [int(new) + int(before) for new, before in joining], default=0)
-
-
-class Rate(NamedTuple):
-    tokens_per_s: float
-    answers: list[dict[str, Any]]  # of the first longer batch; the same prompts for every system
-    together: int  # requests that ran concurrently in the batches behind the rate
-    spread: float | None  # see spread_of
-
-    def numbers(self) -> dict[str, Any]:
-        """Return the fields that a result file stores."""
-        return {
-            "together": self.together,
-            "tokens_per_s": round(self.tokens_per_s, 1),
-            "spread": None if self.spread is None else round(self.spread, 4),
-        }
-
-
-def spread_of(short: list[float], long: list[float]) -> float | None:
-    """Return the difference between the rates of the fastest and the second-fastest batches, as
-    a fraction of the lower; None after a single try."""
-    if len(long) < 2:
-        return None
-    taken = [b - a for a, b in zip(sorted(short)[:2], sorted(long)[:2], strict=True)]
-    return (max(taken) - min(taken)) / max(min(taken), 1e-6)
-
-
-def add_load_options(parser: argparse.ArgumentParser, *, lengths: tuple[int, int]) -> None:
-    parser.add_argument(
-        "--lengths",
-        nargs=2,
-        type=int,
-        default=list(lengths),
-        help="the two output lengths, in tokens",
-    )
-    parser.add_argument(
-        "--tries",
-        nargs=2,
-        type=int,
-        default=[2, 6],
-        metavar=("FEWEST", "MOST"),
-        # argparse %-formats help texts: %% is a percent sign
-        help=f"runs per length; stops once the two fastest agree within {AGREEMENT:.0%}%",
+def system_name(word: str) -> str:
+    found = re.fullmatch(r"ours-(\d+)", word)
+    if word in ("plain", "ours") or (found and 1 <= int(found[1]) <= BLOCK_SIZE):
+        return word
+    raise argparse.ArgumentTypeError(
+        f"{word!r} is not plain, ours or ours-N with a width N from 1 to {BLOCK_SIZE}; SGLang's "
+        "DFLASH is measured with --in-tree LENGTH"
     )
 
 
-def check_load_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    for name, least in (("lengths", 2), ("tries", 1)):
-        low, high = getattr(options, name)
-        if low < least or high < low or (name == "lengths" and high == low):
-            parser.error(
-                f"--{name} {low} {high}: pass two ascending numbers, each at least {least}"
-            )
+def profile_name(word: str) -> str:
+    if all(PART.fullmatch(part) for part in word.split("+")):
+        return word
+    raise argparse.ArgumentTypeError(
+        f"{word!r} is not recorded, acceptLENGTH such as accept4.2, or several of these joined by +"
+    )
 
 
-def decode_rate(
+def rids_of(profile: str | None, num_requests: int, number: int) -> list[str]:
+    """Return the request ids of a round; the kinds of a mixture take turns."""
+    parts = (profile or "plain").split("+")
+    about = f"{profile}-{num_requests}-{number}"
+    return [f"{parts[i % len(parts)]}-{about}-{i}" for i in range(num_requests)]
+
+
+def starts_of(options: argparse.Namespace) -> list[Start]:
+    """Return the servers to start, plain decoding first: the others are compared with it."""
+    names = sorted(dict.fromkeys(options.systems), key=lambda name: name != "plain")
+    profiles = tuple(options.profiles)
+    found = [Start(name, (None,) if name == "plain" else profiles) for name in names]
+    return found + [
+        Start("in-tree", (f"accept{length:g}",), length) for length in options.in_tree or ()
+    ]
+
+
+def switches(start: Start) -> dict[str, str]:
+    """Return the environment variables that select a system."""
+    found = systems.switches(systems.kind_of(start.system), start.length)
+    if start.length:
+        found["SGLANG_SIMULATE_ACC_TOKEN_MODE"] = "real-draft-token"
+    if start.system.startswith("ours"):
+        found["SGLANG_DFLASH_WIDTH"] = start.system.removeprefix("ours").lstrip("-") or "auto"
+        found["SGLANG_DFLASH_DRAW_ACCEPTANCE"] = "1"
+    return found
+
+
+def server_command(start: Start, running: int, options: argparse.Namespace) -> list[str]:
+    on_gpu = torch.cuda.is_available()
+    command = [sys.executable, "-m", "sglang.launch_server", "--skip-server-warmup"]
+    if not on_gpu:
+        command = [str(ROOT / "launch" / "cpu.sh")]
+    command += ["--port", str(options.port), "--model-path", options.model_path]
+    command += ["--trust-remote-code", "--load-format", options.load_format]
+    command += ["--skip-tokenizer-init", *load_windows.LOG_ARGS]
+    command += ["--max-running-requests", str(running)]
+    if start.system != "plain":
+        command += ["--speculative-algorithm", "DFLASH"]
+        command += ["--speculative-draft-model-path", options.draft_model_path]
+        command += ["--speculative-num-draft-tokens", str(BLOCK_SIZE)]
+    if on_gpu:
+        kind = systems.kind_of(start.system)
+        command += systems.backend_args(kind, options.model_path, options.peer_attention_backend)
+        # the automatic width has graphs by rows, and its own limit
+        command += [] if start.system == "ours" else ["--cuda-graph-max-bs", str(running)]
+    own = shlex.split(options.ours_args) if start.system == "ours" else []
+    return [*command, *options.server_args, *own]
+
+
+def measure(
     server: ServerProcess,
+    profile: str | None,
     num_requests: int,
-    context: int,
-    sampling: str = "greedy",
-    *,
-    lengths: Iterable[int],
-    tries: Iterable[int] = (2, 6),
-    ids: tuple[int, int] = PROMPT_IDS,
-) -> Rate:
-    """Measure decoded tokens per second.
-
-    The rate comes from the difference between two output lengths, with the fastest try of each, so
-    that prefill and start-up cancel out. A warm-up batch absorbs first-use compilation, which in
-    the shorter batch would inflate the rate. `tries` is the minimum and the maximum; in between,
-    measuring stops once the longer batches have taken SECONDS_PER_RATE and the fastest two agree.
-    """
-    short, long = lengths
-    fewest, most = tries
-    first = draw_prompts(num_requests, context, "first", ids)
-    run_batch(server.url, first, WARM_UP_TOKENS, sampling)
-    seconds: dict[int, list[float]] = {short: [], long: []}
-    together: dict[int, list[int]] = {short: [], long: []}
-    answers: list[dict[str, Any]] = []
-    spread = None
-    for number in range(most):
-        for length in (short, long):
-            prompts = draw_prompts(num_requests, context, f"{number} {length}", ids)
-            before = len(server.log())
-            taken, answered = run_batch(server.url, prompts, length, sampling)
-            if (number, length) == (0, long):
-                answers = answered
-            seconds[length].append(taken)
-            together[length].append(min(ran_together(server.log()[before:]), num_requests))
-        spread = spread_of(seconds[short], seconds[long])
-        agreed = spread is not None and spread <= AGREEMENT
-        if number + 1 >= fewest and agreed and sum(seconds[long]) >= SECONDS_PER_RATE:
+    room: int,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Return the rate of one point, from two windows."""
+    windows: list[Window] = []
+    lengths = {"warmup": options.warmup, "seconds": options.seconds}
+    before = width_state(server)
+    for number in range(2):
+        server.flush_cache()
+        seed = f"{profile} {number} {time.time()}"
+        prompts = batch_load.draw_prompts(num_requests, options.prompt, seed, options.ids)
+        rids = rids_of(profile, num_requests, number)
+        is_enough = partial(load_windows.are_enough, wanted=2 - len(windows), **lengths)
+        laps = load_windows.run_round(server, prompts, rids, room, is_enough)
+        windows += load_windows.windows_of(laps, **lengths)
+        if len(windows) >= 2:
             break
-    best = {length: min(zip(seconds[length], together[length], strict=True)) for length in seconds}
-    taken = best[long][0] - best[short][0]
-    if taken <= 0:
+    if not windows:
         raise RuntimeError(
-            f"{num_requests} requests of {context}: {long} tokens took {best[long][0]:.3f} s and "
-            f"{short} took {best[short][0]:.3f} s. Something else is loading the machine: use "
-            "lengths that are further apart, or more tries."
+            f"{num_requests} requests of {profile} ended before a steady step was logged. "
+            "Raise --new-tokens, or the server's --mem-fraction-static."
         )
-    rate = num_requests * (long - short) / taken
-    return Rate(rate, answers, min(best[long][1], best[short][1]), spread)
+    windows = windows[:2]
+    spread = load_windows.spread_of(windows)
+    mean = {
+        name: round(sum(getattr(window, name) for window in windows) / len(windows), 3)
+        for name in ("tokens_per_s", "step_ms", "accept_length")
+    }
+    return {
+        "profile": profile,
+        "requests": num_requests,
+        **mean,
+        "spread": None if spread is None else round(spread, 4),
+        "graph": all(window.graph for window in windows),
+        "windows": [window._asdict() for window in windows],
+        "width": width_since(before, width_state(server)),
+    }
+
+
+def width_state(server: ServerProcess) -> dict[str, Any] | None:
+    """Return what our worker reports about its widths; None if it does not, or another serves."""
+    return server.info()["internal_states"][0].get("sglang_dflash", {}).get("width")
+
+
+def width_since(before: dict[str, Any] | None, after: dict[str, Any] | None) -> Any:
+    """Return the later report with the steps per width counted since the earlier one."""
+    steps = (after or {}).get("steps_by_width")
+    if after is None or not isinstance(steps, dict):
+        return after
+    earlier = (before or {}).get("steps_by_width", {})
+    since = {width: count - earlier.get(width, 0) for width, count in steps.items()}
+    return {**after, "steps_by_width": {width: count for width, count in since.items() if count}}
+
+
+class Run:
+    """All systems over all points, with the results of earlier calls."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.found = result_files.provenance(options.commit, hidden=("--into",))
+        self.found |= {"model": Path(options.model_path).name, "prompt": options.prompt}
+        self.found |= {"earlier_calls": [], "results": {}}
+        if options.into:
+            merge(self.found, options.into)
+        self._began = time.monotonic()
+
+    def missing(self, start: Start) -> list[tuple[str | None, int]]:
+        done = self.found["results"].get(start.system, {}).get("points", ())
+        keys = {(point["profile"], point["requests"]) for point in done}
+        return [point for point in start.points(self.options.requests) if point not in keys]
+
+    def estimate_s(self) -> float:
+        point = self.options.warmup + 2 * self.options.seconds + AROUND_S
+        counts = [len(self.missing(start)) for start in starts_of(self.options)]
+        return sum(START_S + count * point for count in counts if count)
+
+    def run(self) -> None:
+        print(f"about {self.estimate_s() / 60:.0f} minutes; writes {self.options.out}", flush=True)
+        for start in starts_of(self.options):
+            missing = self.missing(start)
+            if not missing or self._is_late():
+                continue
+            result = self.found["results"].setdefault(start.system, {"points": []})
+            result.pop("error", None)
+            most = max(self.options.requests)
+            result["skipped"] = []
+            if start.is_fixed and most > FIXED_MOST:
+                result["skipped"].append(f"more than {FIXED_MOST} requests")
+            try:
+                self._run_server(start, missing, result)
+            except (RuntimeError, requests.RequestException) as error:
+                print(f"{start.system}: {error}", flush=True)
+                result["error"] = str(error)[-2000:]
+            self.write(picture=True)
+
+    def _run_server(
+        self, start: Start, missing: list[tuple[str | None, int]], result: dict[str, Any]
+    ) -> None:
+        options = self.options
+        running = max(n for _, n in start.points(options.requests))
+        command = server_command(start, running, options)
+        server = ServerProcess(command, env=switches(start), port=options.port)
+        try:
+            server.wait()
+            print(f"{start.system}: ready after {server.start_s:.0f} s", flush=True)
+            info = server.info()
+            check_system(start.system, info)
+            result |= {"start_s": server.start_s, "attention": systems.backends_in_use(info)}
+            result["command"] = [result_files.short_path(word) for word in command]
+            for profile, n in missing:
+                if self._is_late():
+                    result["skipped"].append(f"{profile or 'plain'} at {n}: out of time")
+                    continue
+                try:
+                    room = load_windows.room_for(info, n, options.prompt, options.new_tokens)
+                    point = measure(server, profile, n, room, options)
+                except RuntimeError as error:
+                    print(f"{start.system}, {profile}: {error}", flush=True)
+                    result["skipped"].append(f"{profile or 'plain'} at {n}: {error}")
+                    continue
+                shown = {name: value for name, value in point.items() if name != "windows"}
+                print(f"{start.system}: {shown}", flush=True)
+                result["points"].append(point)
+                self.write(picture=False)
+        finally:
+            systems.stop_server(server, options.logs, f"{start.system}{start.length or ''}")
+
+    def _is_late(self) -> bool:
+        elapsed = time.monotonic() - self._began
+        return bool(self.options.budget_s) and elapsed > self.options.budget_s
+
+    def write(self, *, picture: bool) -> None:
+        text = report(self.found)
+        result_files.write(self.found, self.options.out, text, draw if picture else None)
+
+
+def check_system(system: str, info: dict[str, Any]) -> None:
+    """Refuse to measure another system than the one that was asked for."""
+    is_ours = "sglang_dflash" in info["internal_states"][0]
+    if is_ours != system.startswith("ours"):
+        serving = "sglang_dflash" if is_ours else "SGLang without sglang_dflash"
+        raise RuntimeError(
+            f"{system} was asked for, but {serving} answers. Check that sglang_dflash is installed "
+            "in this Python."
+        )
+
+
+def merge(found: dict[str, Any], path: Path) -> None:
+    """Add the results of an earlier call, which must be of the same commit, GPU and model."""
+    earlier = json.loads(path.read_text())
+    fixed = [name for name in found if name not in ("command", "earlier_calls", "results")]
+    differing = [
+        f"{name} is {earlier.get(name)!r} there and {found[name]!r} here"
+        for name in fixed
+        if earlier.get(name) != found[name]
+    ]
+    if differing:
+        raise SystemExit(
+            f"--into {path}: {'; '.join(differing)}. Measure into another file, without --into."
+        )
+    call = {name: earlier[name] for name in ("command", "commit")}
+    found["earlier_calls"] = [*earlier.get("earlier_calls", ()), call]
+    found["results"] = earlier["results"]
+
+
+def default_out(model_path: str) -> Path:
+    name = gpu.gpu_name().split()[-1].lower() if torch.cuda.is_available() else "cpu"
+    return ROOT / "benchmarks" / "results" / f"load-{Path(model_path).name}-{name}"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    known = sorted(path.name for path in SHAPES.iterdir() if not path.name.endswith("-draft"))
+    parser.add_argument("--shapes", choices=known, help="default: gemma4-31b on a GPU")
+    parser.add_argument("--model-path", help="another pair, with --draft-model-path")
+    parser.add_argument("--draft-model-path")
+    parser.add_argument("--load-format", help="default: dummy with --shapes, else auto")
+    parser.add_argument("--systems", nargs="*", type=system_name, default=list(SYSTEMS))
+    parser.add_argument("--in-tree", nargs="+", type=float, metavar="LENGTH")
+    parser.add_argument("--requests", nargs="+", type=int, default=list(REQUESTS))
+    parser.add_argument("--profiles", nargs="+", type=profile_name, default=list(PROFILES))
+    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--seconds", type=float, default=4.0, help="length of a window")
+    parser.add_argument("--warmup", type=float, default=2.0, help="seconds before the windows")
+    parser.add_argument(
+        "--new-tokens", type=int, default=2048, help="most tokens of a request; bounds its context"
+    )
+    parser.add_argument("--ours-args", default="", help="further server arguments of ours, quoted")
+    systems.add_backend_option(parser)
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--budget-s", type=float, default=0.0, help="0: no limit")
+    parser.add_argument("--into", type=Path, help="add to the results in this file, and to OUT")
+    result_files.add_result_options(parser, picture=True)
+    options, unknown = parser.parse_known_args(arguments)
+    options.server_args = unknown
+    if bool(options.model_path) != bool(options.draft_model_path):
+        parser.error("--model-path and --draft-model-path go together: pass both or neither")
+    if options.into and not options.into.is_file():
+        parser.error(f"--into {options.into}: no such file. Pass --out for the first call")
+    if options.model_path is None and (options.shapes or torch.cuda.is_available()):
+        shapes = SHAPES / (options.shapes or "gemma4-31b")
+        options.model_path, options.draft_model_path = str(shapes), f"{shapes}-draft"
+        options.load_format = options.load_format or "dummy"
+    elif options.model_path is None:
+        options.model_path, options.draft_model_path = str(tiny_target()), str(tiny_drafter())
+    options.load_format = options.load_format or "auto"
+    options.out = options.out or options.into or default_out(options.model_path)
+    options.ids = batch_load.prompt_ids(options.model_path)
+    return options
+
+
+def main() -> None:
+    options = parse()
+    if options.picture:
+        found = json.loads(options.picture.read_text())
+        result_files.write(found, options.picture, report(found), draw)
+        return
+    run = Run(options)
+    run.run()
+    print(report(run.found))
+    if any("error" in result for result in run.found["results"].values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import openai
 import requests
 
-from benchmarks import ROOT, load, result_files, sharing, systems
+from benchmarks import ROOT, batch_load, result_files, sharing, systems
 from benchmarks.recipe_report import reason_of, report
 from benchmarks.systems import SYSTEMS
 from sglang_dflash.pairs import tiny_target
@@ -138,7 +138,7 @@ def ask_openai(server: ServerProcess) -> dict[str, Any]:
 
 def measure(cell: Cell, server: ServerProcess, options: argparse.Namespace) -> dict[str, Any]:
     """Measure a running server. Raise RuntimeError with the tail of its log if it fails."""
-    ids = load.prompt_ids(options.shapes / cell.recipe)
+    ids = batch_load.prompt_ids(options.shapes / cell.recipe)
     try:
         found: dict[str, Any] = {"start_s": server.start_s, "openai": ask_openai(server)}
         info = server.info()
@@ -152,7 +152,7 @@ def measure(cell: Cell, server: ServerProcess, options: argparse.Namespace) -> d
             found["ours"] = {k: v for k, v in ours.items() if k not in ("acceptance", "drafter")}
         found["lengths"], found["points"] = options.lengths, []
         for num_requests in options.requests:
-            rate = load.decode_rate(
+            rate = batch_load.decode_rate(
                 server,
                 num_requests,
                 options.context,
@@ -275,7 +275,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="further accept lengths to measure",
     )
     parser.add_argument("--show-lengths", nargs="+", type=int, default=[4, 6, 8])
-    load.add_load_options(parser, lengths=LENGTHS)
+    batch_load.add_load_options(parser, lengths=LENGTHS)
     sharing.add_options(parser)
     parser.add_argument("--shapes", type=Path, default=SHAPES)
     parser.add_argument("--tokenizer-path", type=Path, default=tiny_target())
@@ -285,7 +285,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result_files.add_result_options(parser, picture=False)
     options, unknown = parser.parse_known_args(arguments)
     options.server_args = unknown
-    load.check_load_options(parser, options)
+    batch_load.check_load_options(parser, options)
     known = known_recipes(options.shapes)
     options.recipes = options.recipes or known
     strange = sorted(set(options.recipes) - set(known))

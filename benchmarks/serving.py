@@ -31,8 +31,8 @@ from typing import Any
 import requests
 import torch
 
-from benchmarks import ROOT, load, result_files, systems
-from benchmarks.load import SAMPLING, decode_rate, draw_prompts, run_batch
+from benchmarks import ROOT, batch_load, result_files, systems
+from benchmarks.batch_load import SAMPLING, decode_rate, draw_prompts, run_batch
 from benchmarks.systems import SYSTEMS
 from benchmarks.trace_split import report, split
 from sglang_dflash.testing.server import ServerProcess
@@ -201,7 +201,7 @@ def parse() -> argparse.Namespace:
         default=200_000,
         help="skip batches with more prompt tokens than this",
     )
-    load.add_load_options(parser, lengths=(64, 320))
+    batch_load.add_load_options(parser, lengths=(64, 320))
     parser.add_argument("--simulate-accept-length", type=float, default=0.0)
     parser.add_argument("--block-size", type=int, default=16)
     systems.add_backend_option(parser)
@@ -213,12 +213,12 @@ def parse() -> argparse.Namespace:
     result_files.add_result_options(parser, picture=True)
     options, unknown = parser.parse_known_args()
     options.server_args = unknown
-    load.check_load_options(parser, options)
+    batch_load.check_load_options(parser, options)
     if options.picture is None and not (options.model_path and options.draft_model_path):
         parser.error("--model-path and --draft-model-path are required to measure")
     options.url = f"http://127.0.0.1:{options.port}"
     if options.picture is None:
-        options.ids = load.prompt_ids(options.model_path)
+        options.ids = batch_load.prompt_ids(options.model_path)
     return options
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import requests
 
-from benchmarks import load
+from benchmarks import batch_load
 from sglang_dflash.testing.server import SCHEDULES, Server
 
 POOL = 640
@@ -43,7 +43,7 @@ def test_no_request_waits_beside_an_empty_slot(prompts: list[list[int]]) -> None
             pool.submit(server.generate, ids, max_new_tokens=300, ignore_eos=True)
             for ids in prompts[:7]
         ]
-        while load.ran_together(server.log()) < 7:
+        while batch_load.ran_together(server.log()) < 7:
             assert not any(future.done() for future in long)
             time.sleep(0.02)
         server.generate(prompts[7], max_new_tokens=4, ignore_eos=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import ROOT, load, result_files, serving, sharing, systems
+from benchmarks import ROOT, batch_load, result_files, serving, sharing, systems
 
 
 class Served:
@@ -30,10 +30,11 @@ class Served:
 
 def test_the_log_tells_how_many_ran_together() -> None:
     prefill = "Prefill batch, #new-seq: 2, #new-token: 8, #running-req: 30, #queue-req: 0\n"
-    assert load.ran_together(prefill) == 32
-    assert load.ran_together(prefill + "Decode batch, #running-req: 33, #full token: 1\n") == 33
+    assert batch_load.ran_together(prefill) == 32
+    decode = "Decode batch, #running-req: 33, #full token: 1\n"
+    assert batch_load.ran_together(prefill + decode) == 33
     full = "KV cache pool is full. Retract requests. #retracted_reqs: 1\n"
-    assert load.ran_together(prefill + full) == 0
+    assert batch_load.ran_together(prefill + full) == 0
 
 
 def test_a_batch_that_did_not_run_together_is_marked() -> None:
@@ -51,9 +52,9 @@ def test_a_rate_is_the_difference_between_two_lengths(monkeypatch: pytest.Monkey
         assert len(prompts) == 4 and all(len(ids) == 10 for ids in prompts)
         return 1.0 + new_tokens * 0.01 + next(slow), []
 
-    monkeypatch.setattr(load, "run_batch", run_batch)
+    monkeypatch.setattr(batch_load, "run_batch", run_batch)
     # the slower tries had two requests waiting, the faster of the longer batches had one
-    found = load.decode_rate(Served([2, 3, 4, 2]), 4, 10, lengths=(8, 108), tries=(2, 2))
+    found = batch_load.decode_rate(Served([2, 3, 4, 2]), 4, 10, lengths=(8, 108), tries=(2, 2))
     assert found.tokens_per_s == pytest.approx(400)
     assert found.together == 3
     # 1.0 s between the fastest batches, 1.2 s between the others
@@ -73,18 +74,18 @@ def test_a_rate_is_the_difference_between_two_lengths(monkeypatch: pytest.Monkey
 def test_tries_go_on_until_two_agree(
     monkeypatch: pytest.MonkeyPatch, longer: list[float], tries: int, spread: float
 ) -> None:
-    monkeypatch.setattr(load, "SECONDS_PER_RATE", 4.0)
+    monkeypatch.setattr(batch_load, "SECONDS_PER_RATE", 4.0)
     seconds = iter([0.0, *(taken for long in longer for taken in (1.0, long)), 0.0])
-    monkeypatch.setattr(load, "run_batch", lambda _, ids, *__: (next(seconds), ids))
-    found = load.decode_rate(Served([1] * 6), 1, 10, lengths=(8, 108), tries=(2, 3))
+    monkeypatch.setattr(batch_load, "run_batch", lambda _, ids, *__: (next(seconds), ids))
+    found = batch_load.decode_rate(Served([1] * 6), 1, 10, lengths=(8, 108), tries=(2, 3))
     assert found.spread == pytest.approx(spread)
     assert len(list(seconds)) == 1 + 2 * (len(longer) - tries)
     # systems are compared by their answers, so these must not depend on the number of tries
-    assert found.answers == load.draw_prompts(1, 10, "0 108")
+    assert found.answers == batch_load.draw_prompts(1, 10, "0 108")
 
 
 def test_one_try_has_no_spread_and_is_not_marked() -> None:
-    assert load.spread_of([1.0], [2.0]) is None
+    assert batch_load.spread_of([1.0], [2.0]) is None
     for steady in ({"spread": None}, {}, {"spread": 0.05}):
         assert not result_files.is_unsteady(steady)
     assert result_files.is_unsteady({"spread": 0.051})
@@ -92,7 +93,7 @@ def test_one_try_has_no_spread_and_is_not_marked() -> None:
 
 def test_the_help_can_be_read() -> None:
     parser = argparse.ArgumentParser()
-    load.add_load_options(parser, lengths=(64, 320))
+    batch_load.add_load_options(parser, lengths=(64, 320))
     assert "agree within 5%" in " ".join(parser.format_help().split())
 
 
@@ -101,24 +102,24 @@ def test_numbers_that_do_not_rise_are_refused(
     wrong: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     parser = argparse.ArgumentParser()
-    load.add_load_options(parser, lengths=(64, 320))
+    batch_load.add_load_options(parser, lengths=(64, 320))
     with pytest.raises(SystemExit):
-        load.check_load_options(parser, parser.parse_args(wrong))
+        batch_load.check_load_options(parser, parser.parse_args(wrong))
     assert " ".join(wrong) in capsys.readouterr().err
 
 
 def test_noise_is_not_called_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "run_batch", lambda *_: (1.0, []))
+    monkeypatch.setattr(batch_load, "run_batch", lambda *_: (1.0, []))
     with pytest.raises(RuntimeError, match="use lengths that are further apart"):
-        load.decode_rate(Served([1] * 4), 1, 10, lengths=(8, 108), tries=(2, 2))
+        batch_load.decode_rate(Served([1] * 4), 1, 10, lengths=(8, 108), tries=(2, 2))
 
 
 def test_prompts_stay_inside_the_vocabulary(tmp_path: Path) -> None:
-    assert load.prompt_ids("some/name") == load.PROMPT_IDS
+    assert batch_load.prompt_ids("some/name") == batch_load.PROMPT_IDS
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 500}}))
-    assert load.prompt_ids(tmp_path) == (250, 500)
+    assert batch_load.prompt_ids(tmp_path) == (250, 500)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 262_144}))
-    assert load.prompt_ids(tmp_path) == load.PROMPT_IDS
+    assert batch_load.prompt_ids(tmp_path) == batch_load.PROMPT_IDS
 
 
 def test_each_system_has_the_switches_that_make_it():

@@ -1,0 +1,217 @@
+"""The report of benchmarks/load.py: ratios to plain decoding, the figures to reach, and a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import result_files, systems
+
+AUTO, FIXED, PLAIN = "ours", "ours-16", "plain"
+AGREEMENT = 0.03  # relative difference of two windows above which a rate is marked
+ALWAYS_WRONG = 0.98
+
+Points = dict[tuple[str | None, int], dict[str, Any]]  # by profile (None: plain) and requests
+
+
+class Figure(NamedTuple):
+    """The least ratio of the automatic width's rate to another system's."""
+
+    over: str
+    least: float
+
+    def text(self) -> str:
+        return f"{self.least:g}" + (" of fixed 16" if self.over == FIXED else "")
+
+
+def _over_plain(**least: float) -> dict[int, Figure]:
+    return {int(name[1:]): Figure(PLAIN, ratio) for name, ratio in least.items()}
+
+
+FIGURES: dict[str, dict[int, Figure]] = {
+    "accept8": {
+        **{1: Figure(FIXED, 0.99), 8: Figure(FIXED, 0.99)},
+        **_over_plain(n32=3.9, n64=2.45, n128=1.55, n256=1.2),
+    },
+    "accept4.2": {
+        **{1: Figure(FIXED, 0.99), 8: Figure(FIXED, 1.0)},
+        **_over_plain(n32=2.6, n64=1.9, n128=1.35, n256=1.1),
+    },
+    "accept2": _over_plain(n1=1.8, n8=1.65, n32=1.5, n64=1.2, n128=1.03, n256=1.0),
+    "accept2+accept8": _over_plain(n32=2.3, n64=1.8, n128=1.4, n256=1.2),
+}
+
+
+def figure_for(profile: str, num_requests: int) -> Figure | None:
+    if profile == "accept1":
+        return Figure(PLAIN, ALWAYS_WRONG)
+    return FIGURES.get(profile, {}).get(num_requests)
+
+
+def title_of(profile: str) -> str:
+    """Return e.g. "Accept length 4.2" or "Accept lengths 2 and 8, half of the requests each"."""
+    if profile == "recorded":
+        return "Profile recorded with the SmolLM2 pair"
+    if profile == "accept1":
+        return "Always wrong (accept length 1)"
+    lengths = [part.removeprefix("accept") for part in profile.split("+")]
+    if len(lengths) == 1:
+        return f"Accept length {lengths[0]}"
+    return f"Accept lengths {' and '.join(lengths)}, an equal share of the requests each"
+
+
+def points_of(results: dict[str, Any], system: str) -> Points:
+    found = results.get(system, {}).get("points", ())
+    return {(point["profile"], point["requests"]): point for point in found}
+
+
+def ratio(results: dict[str, Any], system: str, over: str, key: tuple[str, int]) -> float | None:
+    """Return the ratio of two systems' rates at a point; None unless both were measured."""
+    above = points_of(results, system).get(key)
+    below = points_of(results, over).get((None, key[1]) if over == PLAIN else key)
+    return above["tokens_per_s"] / below["tokens_per_s"] if above and below else None
+
+
+def verdict(results: dict[str, Any], key: tuple[str, int]) -> str:
+    """Return whether a point reaches its figure; empty without a figure or a measurement."""
+    figure = figure_for(*key)
+    found = ratio(results, AUTO, figure.over, key) if figure else None
+    if figure is None or found is None:
+        return ""
+    return "met" if found >= figure.least else f"**missed** ({found:.3f})"
+
+
+def marks(point: dict[str, Any]) -> str:
+    unsteady = (point.get("spread") or 0.0) > AGREEMENT
+    return (" ?" if unsteady else "") + ("" if point["graph"] else " e")
+
+
+def rate_cell(point: dict[str, Any] | None) -> str:
+    return f"{point['tokens_per_s']:.1f}{marks(point)}" if point else ""
+
+
+def ratio_cell(found: float | None) -> str:
+    return "" if found is None else f"{found:.3f}"
+
+
+def widths_text(point: dict[str, Any] | None) -> str:
+    """Return the widths of a point's steps, the most frequent first, e.g. "4 (80 %), 3 (20 %)"."""
+    width = (point or {}).get("width")
+    if not isinstance(width, dict):
+        return ""
+    steps = width.get("steps_by_width")
+    if not isinstance(steps, dict) or not sum(steps.values()):
+        return ", ".join(f"{name} {value}" for name, value in width.items())
+    total = sum(steps.values())
+    shares = sorted(((n / total, int(w)) for w, n in steps.items()), reverse=True)
+    return ", ".join(f"{w} ({share:.0%})" for share, w in shares if share >= 0.05)
+
+
+def table(results: dict[str, Any], profile: str) -> str:
+    """Return one profile's table: a row per number of requests."""
+    measured = {name: points_of(results, name) for name in results}
+    others = [name for name in results if name not in (PLAIN, FIXED, AUTO)]
+    columns = [FIXED, AUTO, *others]
+    rows = sorted({n for name in columns for p, n in measured.get(name, {}) if p == profile})
+    titles = ["requests", "plain, tok/s", "fixed 16 / plain", "auto / plain"]
+    titles += [f"{name} / plain" for name in others]
+    titles += ["auto, tok/s", "auto / fixed 16", "width of auto", "to reach", ""]
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    for n in rows:
+        key, figure = (profile, n), figure_for(profile, n)
+        auto = measured.get(AUTO, {}).get(key)
+        cells = [str(n), rate_cell(measured.get(PLAIN, {}).get((None, n)))]
+        for name in columns:
+            here = measured.get(name, {}).get(key)
+            found = ratio_cell(ratio(results, name, PLAIN, key))
+            cells.append(found + marks(here) if here and found else found)
+        cells += [rate_cell(auto), ratio_cell(ratio(results, AUTO, FIXED, key))]
+        cells += [widths_text(auto), figure.text() if figure else "", verdict(results, key)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([f"{title_of(profile)}:", "", *lines])
+
+
+def profiles_of(results: dict[str, Any]) -> list[str]:
+    keys = [point["profile"] for result in results.values() for point in result.get("points", ())]
+    return [profile for profile in dict.fromkeys(keys) if profile is not None]
+
+
+def report(found: dict[str, Any]) -> str:
+    """Return all tables as Markdown, after the count of figures reached."""
+    results = found["results"]
+    profiles = profiles_of(results)
+    auto = points_of(results, AUTO)
+    keys = [(profile, n) for profile, n in auto if profile is not None]
+    judged = {key: text for key in keys if (text := verdict(results, key))}
+    missed = [f"{profile} at {n}" for (profile, n), text in judged.items() if text != "met"]
+    parts = []
+    if judged:
+        parts.append(f"{len(judged) - len(missed)} of {len(judged)} figures reached.")
+        parts[-1] += f" Missed: {', '.join(missed)}." if missed else ""
+    parts += [table(results, profile) for profile in profiles] or [plain_table(results)]
+    parts.append(
+        f"? marks a rate whose windows are more than {AGREEMENT:.0%} apart, e one of steps without "
+        "a CUDA graph. Rates are of decoding only, with all requests running."
+    )
+    for name, result in results.items():
+        parts += [f"{name} failed: {result['error']}"] if "error" in result else []
+        skipped = "; ".join(result.get("skipped", ()))
+        parts += [f"{name}, not measured: {skipped}"] if skipped else []
+    parts.append(systems.backends_line(results))
+    calls = [f"- `{c['command']}`" for c in found.get("earlier_calls", ())]
+    parts.append("\n".join(["Earlier calls that contributed:", *calls]) if calls else "")
+    return "\n\n".join(part for part in parts if part)
+
+
+def plain_table(results: dict[str, Any]) -> str:
+    lines = ["| requests | plain, tok/s |", "|---|---|"]
+    for (_, n), point in sorted(points_of(results, PLAIN).items(), key=lambda item: item[0][1]):
+        lines.append(f"| {n} | {rate_cell(point)} |")
+    return "\n".join(lines)
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Plot the ratio to plain decoding over requests: a panel per profile, a line per system."""
+    import matplotlib.pyplot as plt
+
+    results = found["results"]
+    names = [name for name in results if name != PLAIN]
+    panels: dict[str, dict[str, result_files.Line]] = {}
+    for profile in profiles_of(results):
+        for name in names:
+            sizes = sorted(n for p, n in points_of(results, name) if p == profile)
+            ratios = [(n, ratio(results, name, PLAIN, (profile, n))) for n in sizes]
+            line = [(n, value) for n, value in ratios if value is not None]
+            if line:
+                panels.setdefault(profile, {})[name] = line
+    if not panels:
+        return
+    columns = min(len(panels), 4)
+    rows = -(-len(panels) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(4.5 * columns, 4 * rows), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (profile, lines) in zip(axes.flat, panels.items(), strict=False):
+        for name in names:
+            # also without points here, so that a system has one colour in all panels
+            points = lines.get(name, [])
+            axis.plot([n for n, _ in points], [y for _, y in points], marker="o", label=name)
+        ticks = sorted({n for points in lines.values() for n, _ in points})
+        goals = [(n, f.least) for n in ticks if (f := figure_for(profile, n)) and f.over == PLAIN]
+        axis.plot(
+            [n for n, _ in goals], [y for _, y in goals], "k_", markersize=14, label="to reach"
+        )
+        axis.axhline(1.0, color="grey", linewidth=1)
+        axis.set(title=title_of(profile), xlabel="concurrent requests")
+        axis.title.set_fontsize(9)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, [str(n) for n in ticks])
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("decode rate over plain decoding's")
+    axes[0][0].legend()
+    about = [found["gpu"] or "no GPU", result_files.release(found)]
+    figure.suptitle(", ".join([*about, f"commit {str(found['commit'])[:8]}"]), fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,275 @@
+"""benchmarks/load.py without a server: request ids, windows, merging and the report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import load, load_report, load_windows
+from benchmarks.load_windows import Lap, Window
+from sglang_dflash.simulate import DrawnAcceptance
+
+PLAIN_LINE = (
+    "[2026-01-01 00:00:00] Decode batch, #running-req: 4, #full token: 128, token usage: 0.01, "
+    "cuda graph: True, gen throughput (token/s): 200.00, #queue-req: 0\n"
+)
+OUR_LINE = (
+    "[2026-01-01 00:00:00] Decode batch, #running-req: 2, #token: 8, token usage: 0.01, accept "
+    "len: 2.50, accept rate: 0.10, cpu graph: False, gen throughput (token/s): 40.00, #queue-req: 0"
+)
+
+
+def laps(*rates: float, running: int = 2, graph: bool = True) -> list[Lap]:
+    """Return laps of plain decoding: 8 tokens each with two requests."""
+    return [Lap(running, rate, 1.0, graph) for rate in rates]
+
+
+def test_laps_are_read_from_the_schedulers_lines() -> None:
+    found = load_windows.laps_in(f"Prefill batch, #running-req: 4\n{PLAIN_LINE}{OUR_LINE}")
+    assert found == [Lap(4, 200.0, 1.0, True), Lap(2, 40.0, 2.5, False)]
+    # four steps of four requests, and of two with 2.5 tokens each
+    assert [lap.seconds for lap in found] == [16 / 200, 20 / 40]
+
+
+def test_a_lap_that_may_hold_prefill_is_left_out() -> None:
+    ramp = laps(1.0, running=1) + laps(2.0, 8.0, 8.0)
+    assert load_windows.steady(ramp, 2) == (laps(8.0, 8.0), False)
+    assert load_windows.steady(ramp + laps(8.0, running=1), 2) == (laps(8.0, 8.0), True)
+    assert load_windows.steady(laps(1.0, running=1), 2) == ([], False)
+
+
+def test_windows_follow_the_warm_up_and_each_other() -> None:
+    """Each lap of 8 tokens takes a second at 8 tokens/s, half a second at 16."""
+    found = load_windows.windows_of(
+        laps(1000.0, 4.0, 8.0, 8.0, 16.0, 16.0, 16.0, 16.0, 8.0), warmup=2.0, seconds=2.0
+    )
+    assert [(window.tokens_per_s, window.seconds) for window in found] == [(8.0, 2.0), (16.0, 2.0)]
+    assert load_windows.spread_of(found) == 1.0
+    assert load_windows.spread_of(found[:1]) is None
+
+
+def test_a_rate_is_all_tokens_over_all_seconds() -> None:
+    """The mean of the laps' rates would count a short, fast lap like a long, slow one."""
+    window = Window.of([Lap(2, 10.0, 5.0, True), Lap(2, 40.0, 5.0, False)])
+    # 40 tokens in 4 s and 40 in 1 s, 8 steps
+    assert window == Window(16.0, 5.0, step_ms=625.0, accept_length=5.0, graph=False)
+
+
+def test_a_round_too_short_for_a_window_gives_its_second_half() -> None:
+    short = laps(4.0, 8.0, 8.0)  # 2, 1 and 1 seconds
+    found = load_windows.windows_of(short, warmup=3.0, seconds=4.0)
+    assert [(window.tokens_per_s, window.seconds) for window in found] == [(8.0, 2.0)]
+    assert not load_windows.are_enough(short, 1, warmup=3.0, seconds=4.0)
+    assert load_windows.windows_of([], warmup=3.0, seconds=4.0) == []
+
+
+@pytest.mark.parametrize(("seconds", "enough"), [(9, False), (10, True)])
+def test_a_round_ends_with_its_last_full_window(seconds: int, enough: bool) -> None:
+    found = load_windows.are_enough(laps(*[8.0] * seconds), 2, warmup=2.0, seconds=4.0)
+    assert found is enough
+
+
+class Served:
+    """A server whose log grows by one line per look."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines, self._looks = lines, 0
+
+    def log(self) -> str:
+        self._looks += 1
+        return "".join(self._lines[: self._looks])
+
+
+def test_waiting_ends_when_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_windows, "POLL_SECONDS", 0.0)
+    served: Any = Served([PLAIN_LINE] * 3 + [PLAIN_LINE.replace("req: 4", "req: 3")] * 9)
+    found = load_windows.wait_for_laps(served, 0, 4, Future(), lambda _: False)
+    assert found == [Lap(4, 200.0, 1.0, True)] * 2
+
+
+def test_requests_that_never_run_together_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that cannot hold all would otherwise be measured with fewer."""
+    monkeypatch.setattr(load_windows, "POLL_SECONDS", 0.0)
+    served: Any = Served([PLAIN_LINE] * 200)
+    with pytest.raises(RuntimeError, match="5 requests never decoded together: 4 did at most"):
+        load_windows.wait_for_laps(served, 0, 5, Future(), lambda _: False)
+
+
+def info(tokens: int, sliding: int | None = None, longest: int = 10_000) -> dict[str, Any]:
+    usage = {"token_capacity": tokens, "token_capacity_swa": sliding}
+    return {"max_req_input_len": longest, "internal_states": [{"memory_usage": usage}]}
+
+
+def test_new_tokens_fit_into_the_pool() -> None:
+    assert load_windows.room_for(info(70_000), 1, 128, 2048) == 2048
+    assert load_windows.room_for(info(70_000), 256, 128, 2048) == 70_000 // 256 - 128 - 64
+    assert load_windows.room_for(info(10**6, sliding=70_000), 100, 128, 2048) == 700 - 128 - 64
+    assert load_windows.room_for(info(70_000, longest=400), 1, 128, 2048) == 400 - 128 - 64
+    with pytest.raises(RuntimeError, match=r"256 .* need a pool of 57344 tokens.* holds 40000"):
+        load_windows.room_for(info(40_000), 256, 128, 2048)
+
+
+def test_request_ids_name_profiles_and_never_repeat() -> None:
+    assert load.rids_of("accept4.2", 1, 0) == ["accept4.2-accept4.2-1-0-0"]
+    mixed = load.rids_of("accept2+accept8", 4, 1)
+    assert [rid.partition("-")[0] for rid in mixed] == ["accept2", "accept8"] * 2
+    points = [(profile, n) for profile in load.PROFILES for n in (2, 4)]
+    everything = [rid for p, n in points for number in (0, 1) for rid in load.rids_of(p, n, number)]
+    assert len(set(everything)) == len(everything)
+
+
+def test_every_default_profile_is_one_that_the_worker_draws() -> None:
+    for profile in load.PROFILES:
+        rids = load.rids_of(load.profile_name(profile), 4, 0)
+        assert len(DrawnAcceptance().num_correct(4, 16, rids)) == 4
+
+
+@pytest.mark.parametrize("word", ["ours-0", "ours-17", "in-tree", "other"])
+def test_an_unknown_system_is_refused(word: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="--in-tree LENGTH"):
+        load.system_name(word)
+
+
+@pytest.mark.parametrize("word", ["accept", "half", "accept2+", "accept2-8"])
+def test_an_unknown_profile_is_refused(word: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="such as accept4.2"):
+        load.profile_name(word)
+
+
+def test_one_server_per_system_measures_what_it_can() -> None:
+    asked = "--systems ours-16 ours plain --requests 1 128 256 --profiles accept2 accept2+accept8"
+    more = "--in-tree 4.2 --out x --mem-fraction-static 0.88"
+    options = load.parse(shlex.split(f"{asked} {more}"))
+    plain, fixed, auto, in_tree = load.starts_of(options)
+    sizes = options.requests
+    assert plain.points(sizes) == [(None, 1), (None, 128), (None, 256)]
+    both = ["accept2", "accept2+accept8"]
+    assert fixed.points(sizes) == [("accept2", 1), (both[0], 128), (both[1], 128)]
+    assert auto.points(sizes) == [*fixed.points(sizes), (both[0], 256), (both[1], 256)]
+    assert in_tree.points(sizes) == [("accept4.2", 1), ("accept4.2", 128)]
+    assert options.server_args == ["--mem-fraction-static", "0.88"]
+    assert load.server_command(auto, 256, options)[-2:] == options.server_args
+    widths = [load.switches(start).get("SGLANG_DFLASH_WIDTH") for start in (plain, fixed, auto)]
+    assert widths == [None, "16", "auto"]
+    assert load.switches(in_tree)["SGLANG_SIMULATE_ACC_LEN"] == "4.2"
+    assert load.switches(in_tree)["SGLANG_DFLASH"] == "off"
+
+
+def test_another_system_than_asked_for_is_not_measured() -> None:
+    ours, other = ({"internal_states": [state]} for state in ({"sglang_dflash": {}}, {}))
+    load.check_system("ours-16", ours)
+    load.check_system("plain", other)
+    with pytest.raises(RuntimeError, match="ours was asked for, but SGLang without sglang_dflash"):
+        load.check_system("ours", other)
+    with pytest.raises(RuntimeError, match="in-tree was asked for, but sglang_dflash answers"):
+        load.check_system("in-tree", ours)
+
+
+def test_widths_are_those_of_the_point() -> None:
+    before = {"width": 16, "steps_by_width": {"16": 100}}
+    after = {"width": 4, "steps_by_width": {"16": 100, "4": 80, "3": 20}}
+    found = load.width_since(before, after)
+    assert found == {"width": 4, "steps_by_width": {"4": 80, "3": 20}}
+    assert load.width_since(None, after) == after
+    assert load.width_since(before, None) is None
+    assert load_report.widths_text({"width": found}) == "4 (80%), 3 (20%)"
+    assert load_report.widths_text({"width": {"width": 4}}) == "width 4"
+    assert load_report.widths_text({"width": None}) == ""
+
+
+def point(profile: str | None, n: int, rate: float, **more: Any) -> dict[str, Any]:
+    found = {"profile": profile, "requests": n, "tokens_per_s": rate, "spread": 0.0, "graph": True}
+    return found | more
+
+
+RESULTS = {
+    "plain": {"points": [point(None, 8, 100.0), point(None, 32, 200.0), point(None, 256, 1000.0)]},
+    "ours-16": {
+        "points": [point("accept8", 8, 700.0), point("accept8", 32, 600.0)],
+        "skipped": ["more than 128 requests"],
+    },
+    "ours": {
+        "points": [
+            point("accept8", 8, 690.0, width={"steps_by_width": {"16": 9, "12": 1}}),
+            point("accept8", 32, 790.0, spread=0.04),
+            point("accept8", 256, 1200.0, graph=False),
+            point("accept1", 32, 197.0),
+        ]
+    },
+}
+
+
+def cells(profile: str) -> list[list[str]]:
+    lines = load_report.table(RESULTS, profile).splitlines()[4:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def test_the_table_says_what_was_reached() -> None:
+    eight, thirty_two, many = cells("accept8")
+    of_fixed, missed = "0.99 of fixed 16", "**missed** (0.986)"
+    assert eight[:4] == ["8", "100.0", "7.000", "6.900"]
+    assert eight[4:] == ["690.0", "0.986", "16 (90%), 12 (10%)", of_fixed, missed]
+    assert thirty_two[:4] == ["32", "200.0", "3.000", "3.950 ?"]
+    assert thirty_two[4:] == ["790.0 ?", "1.317", "", "3.9", "met"]
+    # fixed 16 was not measured here; the automatic width ran without a graph
+    assert many[:4] == ["256", "1000.0", "", "1.200 e"]
+    assert many[4:] == ["1200.0 e", "", "", "1.2", "met"]
+    assert cells("accept1")[0][-2:] == ["0.98", "met"]
+
+
+def test_the_report_names_what_was_missed_and_skipped() -> None:
+    text = load_report.report({"results": RESULTS, "earlier_calls": [{"command": "python x"}]})
+    assert text.startswith("3 of 4 figures reached. Missed: accept8 at 8.")
+    assert "ours-16, not measured: more than 128 requests" in text
+    assert "- `python x`" in text
+    alone = load_report.report({"results": {"plain": RESULTS["plain"]}})
+    assert "| 256 | 1000.0 |" in alone
+
+
+def test_figures_are_those_of_the_issue() -> None:
+    least = {p: {n: f.least for n, f in found.items()} for p, found in load_report.FIGURES.items()}
+    assert least == {
+        "accept8": {1: 0.99, 8: 0.99, 32: 3.9, 64: 2.45, 128: 1.55, 256: 1.2},
+        "accept4.2": {1: 0.99, 8: 1.0, 32: 2.6, 64: 1.9, 128: 1.35, 256: 1.1},
+        "accept2": {1: 1.8, 8: 1.65, 32: 1.5, 64: 1.2, 128: 1.03, 256: 1.0},
+        "accept2+accept8": {32: 2.3, 64: 1.8, 128: 1.4, 256: 1.2},
+    }
+    assert load_report.figure_for("accept1", 7) == load_report.Figure("plain", 0.98)
+    assert load_report.figure_for("recorded", 8) is None
+
+
+def test_a_later_call_measures_only_what_is_missing(tmp_path: Path) -> None:
+    arguments = ["--commit", "abc", "--requests", "8", "32", "64", "--profiles", "accept8"]
+    first = load.Run(load.parse([*arguments, "--out", str(tmp_path / "a")]))
+    first.found["results"] = json.loads(json.dumps(RESULTS))
+    first.write(picture=False)
+    path = tmp_path / "a.json"
+    later = load.Run(load.parse([*arguments, "--into", str(path)]))
+    assert later.options.out == path
+    plain, fixed, auto = load.starts_of(later.options)
+    assert later.missing(plain) == [(None, 64)]
+    assert later.missing(fixed) == later.missing(auto) == [("accept8", 64)]
+    assert later.estimate_s() == 3 * (load.START_S + 2 + 8 + load.AROUND_S)
+    assert [call["commit"] for call in later.found["earlier_calls"]] == ["abc"]
+
+
+def test_results_of_another_commit_are_not_mixed(tmp_path: Path) -> None:
+    load.Run(load.parse(["--commit", "abc", "--out", str(tmp_path / "a")])).write(picture=False)
+    path = tmp_path / "a.json"
+    with pytest.raises(SystemExit, match="commit is 'abc' there and 'def' here"):
+        load.Run(load.parse(["--commit", "def", "--into", str(path)]))
+    with pytest.raises(SystemExit, match="prompt is 128 there and 64 here"):
+        load.Run(load.parse(["--commit", "abc", "--prompt", "64", "--into", str(path)]))
+
+
+def test_the_ratios_are_plotted(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = {"results": RESULTS, "gpu": None, "sglang": "0.5.17", "commit": "abc"}
+    load_report.draw(found, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 10_000
