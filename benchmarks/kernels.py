@@ -135,7 +135,9 @@ class Problem:
             tiles=TILES if tile is None else {dim: tile},
         )
         return lambda slots: attention.run(
-            *self.tensors, self.kv_indptr, slots, scale=self.scale, window_left=self.layer.window
+            *(*self.tensors, self.qo_indptr, self.kv_indptr, slots),
+            scale=self.scale,
+            window_left=self.layer.window,
         )
 
     def sglang(self, extend_attention: Callable[..., None]) -> Callable[[Tensor], None]:
@@ -175,11 +177,7 @@ class Problem:
         expected = torch.empty_like(got)
         own, caches = self.tensors[:3], self.tensors[4:]
         reference.verify_attention(
-            *own,
-            expected,
-            *caches,
-            self.kv_indptr,
-            self.slot_sets[0],
+            *(*own, expected, *caches, self.qo_indptr, self.kv_indptr, self.slot_sets[0]),
             scale=self.scale,
             window_left=self.layer.window,
         )

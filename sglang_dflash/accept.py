@@ -8,6 +8,8 @@ verification keeps more of them and is just as exact (`kernels/sampling/referenc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -45,12 +47,14 @@ def accept(
     block: DraftBlock,
     verdict: Verdict,
     *,
-    simulation: Simulation | None = None,
+    simulated: Sequence[int] | None = None,
 ) -> Commit:
-    """Commit the kept drafts and the target's own token after them."""
+    """Commit the kept drafts and the target's own token after them; for benchmarks, `simulated`
+    says how many drafts each request keeps, whatever the verdict."""
     num_correct = verdict.num_correct
-    if simulation is not None:
-        num_correct = simulation.num_correct(verdict)
+    if simulated is not None:
+        num_correct = torch.tensor(simulated, dtype=torch.int32)
+        num_correct = num_correct.to(context.lens.device, non_blocking=True)
     lens, token_ids, bonus, new_lens, slots = ops.accept_block(
         block.token_ids, verdict.choices, context.lens, block.slots, num_correct
     )
@@ -91,7 +95,7 @@ def _sample(
         drafts.verified,
         drafts.argmax_drafts,
         noise,
-        drafts.randomness.uniforms,
+        drafts.randomness.uniforms[:, : drafts.verified.shape[1]],
         is_sampled=drafts.is_sampled,
         logit_cap=logit_cap,
     )
@@ -111,7 +115,7 @@ def _match(choices: Tensor, drafts: SampledDrafts) -> Verdict:
 
 
 def _advantage(choices: Tensor, drafts: SampledDrafts) -> Tensor:
-    """Return the matches of the sampled drafts minus those of the argmax drafts, [b, B - 1]."""
+    """Return the matches of the sampled drafts minus those of the argmax drafts, [b, W - 1]."""
     own = choices[:, :-1]
     return (drafts.sampled_drafts == own).float() - (drafts.argmax_drafts == own).float()
 
@@ -119,24 +123,3 @@ def _advantage(choices: Tensor, drafts: SampledDrafts) -> Tensor:
 def _is_unfiltered(plan: SamplingPlan) -> Tensor:
     """Return which requests sample from the full vocabulary, [b] bool."""
     return plan.top_ks > MAX_TOP_K
-
-
-class Simulation:
-    """Pretend that every request commits the same number of tokens, `accept_length` on average.
-
-    For benchmarking a step at a given accept length; the output is nonsense. Deterministic: the
-    n-th step is the same in every process, so ranks need no communication to agree.
-    """
-
-    def __init__(self, accept_length: float) -> None:
-        self._accept_length = accept_length
-        self._steps = 0
-
-    def num_correct(self, verdict: Verdict) -> Tensor:
-        """Return the number of correct drafts per request in the next step, [b] int32."""
-        before = int(self._steps * self._accept_length)
-        self._steps += 1
-        num_tokens = int(self._steps * self._accept_length) - before
-        rows, block_size = verdict.choices.shape
-        last = min(max(num_tokens, 1), block_size) - 1
-        return torch.full((rows,), last, dtype=torch.int32, device=verdict.choices.device)

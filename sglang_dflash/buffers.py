@@ -2,31 +2,61 @@
 
 from __future__ import annotations
 
-import torch
+from typing import NamedTuple
 
-from sglang_dflash.kernels import Noise
+import torch
+from torch import Tensor
+
+from sglang_dflash.kernels import SCRATCH_SLOT, Noise
 from sglang_dflash.types import DraftBlock, Randomness, SamplingPlan
 
 
 class StepBuffers:
-    """The block of the largest batch, at fixed addresses for captured CUDA graphs."""
+    """The blocks of the largest batch: those that are drafted, and those that are verified."""
 
     def __init__(self, max_requests: int, block_size: int, device: torch.device | str) -> None:
-        shape = (max_requests, block_size)
-        self._token_ids = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._slots = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.verified = BlockBuffer(max_requests, block_size, device)
+        # only if fewer columns are verified than drafted
+        self.drafted = BlockBuffer(max_requests, block_size, device)
         self.randomness = StepRandomness(max_requests, block_size, device)
 
-    def block(self, num_requests: int) -> DraftBlock:
-        """Return views for this batch. The next step overwrites them."""
-        capacity = self._token_ids.shape[0]
-        assert num_requests <= capacity, f"{num_requests} requests exceed the {capacity} planned"
-        return DraftBlock(
-            token_ids=self._token_ids[:num_requests],
-            positions=self._positions[:num_requests],
-            slots=self._slots[:num_requests],
+
+class BlockBuffer:
+    """Blocks of any number of requests and columns, without gaps."""
+
+    def __init__(self, max_requests: int, block_size: int, device: torch.device | str) -> None:
+        self._max_requests = max_requests
+        rows = (3, max_requests * block_size)
+        self._token_ids, self._positions, self._slots = torch.zeros(
+            rows, dtype=torch.int64, device=device
         )
+
+    def block(self, num_requests: int, width: int) -> DraftBlock:
+        """Return views for this batch. The next step overwrites them."""
+        capacity = self._max_requests
+        assert num_requests <= capacity, f"{num_requests} requests exceed the {capacity} planned"
+        shape = (num_requests, width)
+        rows = num_requests * width
+        return DraftBlock(
+            token_ids=self._token_ids[:rows].view(shape),
+            positions=self._positions[:rows].view(shape),
+            slots=self._slots[:rows].view(shape),
+        )
+
+    def rows(self, used: int, padded: int) -> BlockRows:
+        """Return the first `padded` rows. Those after the `used` ones hold some token at some
+        position, and write to the scratch slot."""
+        if padded > used:
+            self._slots[used:padded] = SCRATCH_SLOT
+        return BlockRows(self._token_ids[:padded], self._positions[:padded], self._slots[:padded])
+
+
+class BlockRows(NamedTuple):
+    """The rows of a batch's blocks, as the target reads them."""
+
+    token_ids: Tensor  # [n] int64
+    positions: Tensor  # [n] int64
+    slots: Tensor  # [n] int64
 
 
 class StepRandomness:
@@ -58,6 +88,6 @@ class StepRandomness:
         size = plan.top_ks.shape[0]
         keys, scales = self.for_batch(size)
         keys.random_()
-        self._uniforms.uniform_()
+        uniforms = self._uniforms[:size].uniform_()
         scales.copy_(torch.where(plan.top_ks == 1, 0.0, plan.temperatures))
-        return Randomness(keys, scales, self._uniforms[:size])
+        return Randomness(keys, scales, uniforms)

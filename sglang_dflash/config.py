@@ -173,8 +173,12 @@ class DFlashConfig:
     device: str
     draft_backend: str
     overlap: Overlap
+    # verify width of every step; None to choose it step by step
+    width: int | None = None
     # for benchmarks: commit this many tokens per step, whatever the target says
     simulated_accept_length: float | None = None
+    # for benchmarks: commit as many as drawn from the profile that a request's id names
+    draws_acceptance: bool = False
 
     @property
     def mask_token_id(self) -> int:
@@ -194,7 +198,9 @@ class DFlashConfig:
             "draft_attention_backend": self.draft_backend,
             "overlap_schedule": self.overlap.schedule,
             "plan_stream": self.overlap.plan_stream,
-            "simulated_accept_length": self.simulated_accept_length,
+            "simulated_accept_length": (
+                "drawn" if self.draws_acceptance else self.simulated_accept_length
+            ),
         }
 
 

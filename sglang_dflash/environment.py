@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 # ours
 SWITCH = "SGLANG_DFLASH"
+WIDTH = "SGLANG_DFLASH_WIDTH"
+DRAW_ACCEPTANCE = "SGLANG_DFLASH_DRAW_ACCEPTANCE"
 ALARM = "SGLANG_DFLASH_ALARM"
 ALARM_WINDOW = "SGLANG_DFLASH_ALARM_WINDOW"
 DEFAULT_ALARM = 1.5  # tokens per step; below it a block costs more than it gains
@@ -79,6 +81,23 @@ class Environment:
                 f"{SIMULATE}={value} is not a number. Set a length of 1 or more."
             ) from None
         return length if length > 0 else None
+
+    @property
+    def draws_acceptance(self) -> bool:
+        """Whether acceptance is simulated as each request's id says, for benchmarks."""
+        return self._switch(DRAW_ACCEPTANCE, default=False)
+
+    def width(self, block_size: int) -> int | None:
+        """Verify width of every step, the anchor included; None to choose it step by step."""
+        value = self.values.get(WIDTH, "auto")
+        if value == "auto":
+            return None
+        if not value.isdecimal() or not 1 <= int(value) <= block_size:
+            raise ValueError(
+                f"{WIDTH}={value} is neither auto nor a number of tokens from 1 (no drafts) to the "
+                f"block size {block_size}. Set one of these, or unset it."
+            )
+        return int(value)
 
     @property
     def alarm_threshold(self) -> float:

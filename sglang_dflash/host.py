@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -30,17 +31,32 @@ class Host(Protocol):
         """Return the plan for our kernels; None if the batch is greedy or the host samples it."""
         ...
 
+    def plan_verify(self, block: DraftBlock) -> None:
+        """Announce the block to verify, before it is drafted: everything but its drafts is known,
+        so that the host can plan the verify pass while the drafter runs."""
+        ...
+
     def draft_tokens(
-        self, context: DraftContext, masked: DraftBlock, randomness: Randomness | None
+        self,
+        context: DraftContext,
+        masked: DraftBlock,
+        randomness: Randomness | None,
+        *,
+        wanted: int,
     ) -> DraftOutput:
-        """Run the drafter on a block whose drafts are still masked."""
+        """Run the drafter on full blocks whose drafts are still masked; return the first `wanted`
+        drafts of each, or more."""
         ...
 
     def verify_block(
         self, context: DraftContext, block: DraftBlock, plan: SamplingPlan | None
     ) -> TargetOutput:
-        """Run the target on every row of the block, writing its KV at the block's slots. With a
-        plan, choosing tokens is left to stage 3."""
+        """Run the target on every row of the planned block, writing its KV at the block's slots.
+        With a sampling plan, choosing tokens is left to stage 3."""
+        ...
+
+    def request_ids(self) -> Sequence[str]:
+        """Return the ids of the batch's requests, for simulated acceptance."""
         ...
 
     def publish(self, new_lens: Tensor) -> None:

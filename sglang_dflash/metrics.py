@@ -12,6 +12,12 @@ from sglang_dflash.environment import ALARM, DEFAULT_ALARM, DEFAULT_WINDOW, Envi
 # a good rate at the first draft position, a rate near chance, and a long context in tokens
 GOOD_START, NEAR_CHANCE = 0.5, 0.15
 LONG_CONTEXT = 4096
+# the alarm judges drafts only in steps that verify at least this many rows of a request
+JUDGED_WIDTH = 4
+# and only if they are at least this share of a window
+JUDGED_SHARE = 0.05
+
+COUNTS = ("histogram", "accepted_at", "at_width")
 
 
 @dataclass
@@ -24,28 +30,32 @@ class AcceptanceMeter:
     block_size: int
     histogram: list[int] = field(init=False)  # [k]: steps that committed k + 1 tokens
     accepted_at: list[int] = field(init=False)  # [k]: steps in which draft k + 1 was accepted
+    at_width: list[int] = field(init=False)  # [k]: steps that verified k + 1 rows
 
     def __post_init__(self) -> None:
         self.histogram = [0] * self.block_size
         self.accepted_at = [0] * (self.block_size - 1)
+        self.at_width = [0] * self.block_size
 
-    def record(self, num_correct: int, committed: int) -> None:
-        """Count one step of one request: correct drafts, and tokens committed up to a stop."""
+    def record(self, num_correct: int, committed: int, width: int | None = None) -> None:
+        """Count one step of one request: correct drafts, tokens committed up to a stop, and the
+        verify width, a full block if not given."""
         self.histogram[committed - 1] += 1
+        self.at_width[(width or self.block_size) - 1] += 1
         for position in range(min(num_correct, committed)):
             self.accepted_at[position] += 1
 
     def since(self, earlier: AcceptanceMeter) -> AcceptanceMeter:
         """Return the counts added since `earlier` was copied."""
         found = AcceptanceMeter(self.block_size)
-        for name in ("histogram", "accepted_at"):
+        for name in COUNTS:
             pairs = zip(getattr(self, name), getattr(earlier, name), strict=True)
             setattr(found, name, [now - then for now, then in pairs])
         return found
 
     def add(self, snapshot: Mapping[str, Any]) -> None:
         """Add the counts in the snapshot of another meter of the same block size."""
-        for name in ("histogram", "accepted_at"):
+        for name in COUNTS:
             pairs = zip(getattr(self, name), snapshot[name], strict=True)
             setattr(self, name, [own + other for own, other in pairs])
 
@@ -61,8 +71,19 @@ class AcceptanceMeter:
         return sum(self.accepted_at)
 
     @property
+    def verified_rows(self) -> int:
+        return sum(width * steps for width, steps in enumerate(self.at_width, start=1))
+
+    @property
     def drafted_tokens(self) -> int:
-        return self.verify_steps * (self.block_size - 1)
+        """Drafts that were verified."""
+        return self.verified_rows - self.verify_steps
+
+    @property
+    def mean_width(self) -> float:
+        """Mean verify width, or 0 before the first step."""
+        steps = self.verify_steps
+        return self.verified_rows / steps if steps else 0.0
 
     @property
     def committed_tokens(self) -> int:
@@ -86,8 +107,10 @@ class AcceptanceMeter:
             "accepted_tokens": self.accepted_drafts,
             "committed_tokens": self.committed_tokens,
             "accept_length": round(self.accept_length, 4),
+            "verified_rows": self.verified_rows,
             "histogram": list(self.histogram),
             "accepted_at": list(self.accepted_at),
+            "at_width": list(self.at_width),
             "position_rates": [round(rate, 4) for rate in self.position_rates()],
         }
 
@@ -97,7 +120,10 @@ class AcceptanceMeter:
         shares = [
             f"{k}:{count / steps:.0%}" for k, count in enumerate(self.histogram, start=1) if count
         ]
-        return f"accept length {self.accept_length:.2f} over {steps} steps, {' '.join(shares)}"
+        return (
+            f"accept length {self.accept_length:.2f} of width {self.mean_width:.1f} over {steps} "
+            f"steps, {' '.join(shares)}"
+        )
 
 
 def replicas_of(server_info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -135,6 +161,7 @@ class AcceptanceAlarm:
     raised: int = field(default=0, init=False)
     _steps: deque[tuple[int, int, bool]] = field(default_factory=deque, init=False)
     _active: bool = field(default=False, init=False)
+    _seen: int = field(default=0, init=False)
 
     @classmethod
     def from_environment(cls, environment: Environment, block_size: int) -> AcceptanceAlarm:
@@ -144,12 +171,21 @@ class AcceptanceAlarm:
             window=environment.alarm_window,
         )
 
-    def record(self, num_correct: int, committed: int, context: int) -> str | None:
-        """Count one step at a context length; return a warning when one is due."""
+    def record(self, num_correct: int, committed: int, context: int, width: int) -> str | None:
+        """Count one step at a context length; return a warning when one is due.
+
+        A narrow step says little about the drafter: it cannot commit more than its width. A window
+        with too few wider steps is not judged.
+        """
         if not self.threshold:
             return None
-        self._steps.append((num_correct, committed, context > LONG_CONTEXT))
-        if len(self._steps) < self.window:
+        self._seen += 1
+        if width >= min(JUDGED_WIDTH, self.block_size):
+            self._steps.append((num_correct, committed, context > LONG_CONTEXT))
+        if self._seen < self.window:
+            return None
+        self._seen = 0
+        if len(self._steps) < JUDGED_SHARE * self.window:
             return None
         # judged once per window: a moving average would cost time at every step
         meters = {False: AcceptanceMeter(self.block_size), True: AcceptanceMeter(self.block_size)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sglang_dflash.accept import Simulation, accept, decide
+from sglang_dflash.accept import accept, decide
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.commit import commit_step
 from sglang_dflash.config import DFlashConfig
@@ -12,6 +12,7 @@ from sglang_dflash.draft import draft
 from sglang_dflash.host import Host
 from sglang_dflash.kernels import Ops
 from sglang_dflash.policy import DraftPolicy
+from sglang_dflash.simulate import DrawnAcceptance, SteadyAcceptance
 from sglang_dflash.types import Commit, DraftContext
 from sglang_dflash.verify import verify
 
@@ -26,20 +27,32 @@ def decode_step(
     ops: Ops,
     context: DraftContext,
     *,
+    width: int,
     buffers: StepBuffers,
     policy: DraftPolicy,
     config: DFlashConfig,
-    simulation: Simulation | None,
+    simulation: SteadyAcceptance | DrawnAcceptance | None,
 ) -> Commit:
-    """Draft a block, verify it, and commit the prefix the target itself would have generated."""
+    """Draft a block, verify its first `width` tokens, and commit the prefix that the target itself
+    would have generated.
+
+    The committed tokens are exact for any width that was chosen before this step, because what is
+    cut off is neither looked at nor part of any decision: the target's token after each verified
+    row is the same, or has the same distribution, whether or not rows follow it.
+    """
     host.mark()
     plan = host.sampling_plan()
-    proposal = draft(host, ops, context, plan, buffers=buffers, policy=policy, config=config)
+    proposal = draft(
+        host, ops, context, plan, width=width, buffers=buffers, policy=policy, config=config
+    )
     host.mark()
     target = verify(host, context, proposal.block, plan)
     host.mark()
     verdict = decide(ops, plan, proposal, target)
-    commit = accept(ops, context, proposal.block, verdict, simulation=simulation)
+    num_correct = None
+    if simulation is not None:
+        num_correct = simulation.num_correct(context.lens.shape[0], width, host.request_ids())
+    commit = accept(ops, context, proposal.block, verdict, simulated=num_correct)
     # publish before the draft KV write: planning the next step reads lengths, not this cache
     host.publish(commit.new_lens)
     commit_step(host, policy, context, proposal, target, verdict, commit)

@@ -1,6 +1,7 @@
 """The data types of a DFlash step.
 
-b = requests, B = block size, V = vocabulary, K = features per token, H = hidden size.
+b = requests, B = block size, W = verify width (1 to B), V = vocabulary, K = features per token,
+H = hidden size.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ class DraftContext:
 
 @dataclass(frozen=True)
 class DraftBlock:
-    """The tokens to verify: column 0 is the anchor, columns 1..B-1 are drafts."""
+    """The tokens to draft (W = B) or to verify: column 0 is the anchor, the others are drafts."""
 
-    token_ids: Tensor  # [b, B] int64
-    positions: Tensor  # [b, B] int64
-    slots: Tensor  # [b, B] int64
+    token_ids: Tensor  # [b, W] int64
+    positions: Tensor  # [b, W] int64
+    slots: Tensor  # [b, W] int64
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,21 @@ class DraftOutput:
     # [b, B - 1, V]; None on a rank that holds only a shard of the vocabulary
     logits: Tensor | None = None
 
+    def first(self, drafts: int) -> DraftOutput:
+        """Return the first drafts of each block only."""
+        logits = None if self.logits is None or drafts == 0 else self.logits[:, :drafts]
+        return DraftOutput(self.argmax_drafts[:, :drafts], self.sampled_drafts[:, :drafts], logits)
+
 
 @dataclass(frozen=True)
 class SampledDrafts:
     """Both kinds of drafts of a sampled step, and which of them are verified."""
 
-    argmax_drafts: Tensor  # [b, B - 1] int64
-    sampled_drafts: Tensor  # [b, B - 1] int64
+    argmax_drafts: Tensor  # [b, W - 1] int64
+    sampled_drafts: Tensor  # [b, W - 1] int64
     is_sampled: Tensor  # [b] bool: whether a request verifies its sampled drafts
-    verified: Tensor  # [b, B - 1] int64
-    draft_logits: Tensor | None  # [b, B - 1, V], as in DraftOutput
+    verified: Tensor  # [b, W - 1] int64
+    draft_logits: Tensor | None  # [b, W - 1, V], as in DraftOutput
     randomness: Randomness
 
 
@@ -84,10 +90,10 @@ class Proposal:
 class TargetOutput:
     """The target's output for each row of a block: its choices, or the logits for them."""
 
-    features: Tensor  # [b * B, K * H]
-    # [b, B] int64, the target's own token after each row, if the host has chosen
+    features: Tensor  # [b * W, K * H]
+    # [b, W] int64, the target's own token after each row, if the host has chosen
     choices: Tensor | None = None
-    logits: Tensor | None = None  # [b * B, V] as the LM head wrote them, if the host has not
+    logits: Tensor | None = None  # [b * W, V] as the LM head wrote them, if the host has not
     logit_cap: float = 0.0  # softcap still to be applied to the logits; 0 for none
 
 
@@ -95,10 +101,10 @@ class TargetOutput:
 class Verdict:
     """Which drafts each request keeps, and the target's own tokens."""
 
-    choices: Tensor  # [b, B] int64, the token after each row; the bonus after the kept drafts
+    choices: Tensor  # [b, W] int64, the token after each row; the bonus after the kept drafts
     # [b] int32, drafts to keep; COUNT_MATCHES to count the leading matches; None: that for all
     num_correct: Tensor | None = None
-    # [b, B - 1] fp32, acceptance probability of a sampled draft minus that of an argmax draft
+    # [b, W - 1] fp32, acceptance probability of a sampled draft minus that of an argmax draft
     advantage: Tensor | None = None
 
 
@@ -107,7 +113,7 @@ class Commit:
     """The tokens that a step commits to each request."""
 
     lens: Tensor  # [b] int32, number of correct drafts, plus 1 for the bonus
-    token_ids: Tensor  # [b, B] int64, valid in the first lens columns, 0 in the rest
+    token_ids: Tensor  # [b, W] int64, valid in the first lens columns, 0 in the rest
     bonus: Tensor  # [b] int64, the target's own token after the correct drafts; the next anchor
     new_lens: Tensor  # [b] int64
-    slots: Tensor  # [b, B] int64, slots of the committed rows, the scratch slot for the rest
+    slots: Tensor  # [b, W] int64, slots of the committed rows, the scratch slot for the rest

@@ -1,9 +1,10 @@
-"""Live acceptance of a running server, as a terminal chart and as an image."""
+"""Live acceptance and verify width of a running server, as a terminal chart and as an image."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,12 +14,12 @@ import requests
 
 from sglang_dflash.metrics import replicas_of, together
 
-BAR_WIDTH = 40
+LINE_LENGTH = 100
 
 
 @dataclass(frozen=True)
 class Look:
-    """A snapshot of a server's acceptance."""
+    """A snapshot of a server's acceptance and verify width."""
 
     at: float  # seconds
     committed: int
@@ -26,7 +27,7 @@ class Look:
     histogram: list[int]
     position_rates: list[float]
     alarms: int
-    replicas: list[str] = field(default_factory=list)  # one line each, if there are several
+    details: list[str] = field(default_factory=list)  # lines on each replica and its verify width
 
 
 def look_at(url: str) -> Look:
@@ -49,6 +50,8 @@ def look_at(url: str) -> Look:
             f"The server at {url} runs without our DFLASH. Start it with --speculative-algorithm "
             "DFLASH, sglang-dflash installed and SGLANG_DFLASH unset."
         )
+    for replica in replicas.values():
+        _complete(replica["acceptance"])
     ours = together(replicas)
     numbers = ours["acceptance"]
     return Look(
@@ -58,8 +61,14 @@ def look_at(url: str) -> Look:
         histogram=numbers["histogram"],
         position_rates=numbers["position_rates"],
         alarms=ours["alarms"],
-        replicas=_lines(replicas) if len(replicas) > 1 else [],
+        details=_lines(replicas) if len(replicas) > 1 else _width_lines(ours),
     )
+
+
+def _complete(acceptance: dict[str, Any]) -> None:
+    """Add the widths of a server from before they were counted, which verified full blocks."""
+    others = [0] * (len(acceptance["histogram"]) - 1)
+    acceptance.setdefault("at_width", [*others, acceptance["verify_steps"]])
 
 
 def _lines(replicas: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -70,7 +79,44 @@ def _lines(replicas: Mapping[str, Mapping[str, Any]]) -> list[str]:
             f"  {name}: accept length {numbers['accept_length']:.2f} over "
             f"{numbers['verify_steps']} verify steps, alarms {ours['alarms']}"
         )
+        lines += [f"    {line}" for line in _width_lines(ours)]
     return lines
+
+
+def _width_lines(ours: Mapping[str, Any]) -> list[str]:
+    """Describe the verify width of a replica; empty if its server does not report one."""
+    width = ours.get("width")
+    if width is None:
+        return []
+    mode = "auto" if width["mode"] == "auto" else f"fixed at {width['mode']}"
+    lines = [
+        f"verify width {mode}: {width['width']} now, "
+        f"{width['expected_tokens']:.2f} tokens expected per step"
+    ]
+    if width["fixed_because"] is not None:
+        lines.append(f"  fixed because: {width['fixed_because']}")
+    counts = width["steps_by_width"]
+    if counts:
+        steps = sum(counts.values())
+        shares = " ".join(f"{rows}:{count / steps:.0%}" for rows, count in counts.items())
+        lines.append(f"  {steps} batch steps by width: {shares}")
+    costs = textwrap.wrap(f"costs: {_costs(width['costs'])}", LINE_LENGTH - 8)
+    return [*lines, *(f"  {line}" for line in costs)]
+
+
+def _costs(costs: Mapping[str, Any]) -> str:
+    if "corrections" not in costs:
+        if not costs["is_ready"]:
+            return "not learnt yet"
+        learnt = {name: value for name, value in costs.items() if name != "is_ready"}
+        return ", ".join(f"{name} {value:g}" for name, value in learnt.items())
+    corrections = ", ".join(
+        f"{rows}: {factor:.2f}" for rows, factor in costs["corrections"].items()
+    )
+    return (
+        f"{costs['ms_per_context_token']:g} ms per context token; corrections of timed graphs by "
+        f"rows: {corrections or 'none yet'}"
+    )
 
 
 def chart(looks: list[Look]) -> str:
@@ -80,7 +126,7 @@ def chart(looks: list[Look]) -> str:
     lines = [
         f"accept length {last.accept_length:.2f} over {steps} verify steps, "
         f"{rates(looks)[-1]:.1f} tokens/s, alarms {last.alarms}",
-        *last.replicas,
+        *last.details,
         "",
         "tokens committed per step          drafts accepted by position",
     ]

@@ -7,12 +7,21 @@ kernel.
 
 from __future__ import annotations
 
-from sglang_dflash.kernels.accept.reference import COUNT_MATCHES
+from sglang_dflash.kernels.accept.reference import COUNT_MATCHES, SCRATCH_SLOT
 from sglang_dflash.kernels.logits.reference import Noise
 from sglang_dflash.kernels.ops import Ops
 from sglang_dflash.kernels.sampling.reference import MAX_TOP_K
 
-__all__ = ["COUNT_MATCHES", "MAX_TOP_K", "TORCH", "Noise", "Ops", "choose", "triton_ops"]
+__all__ = [
+    "COUNT_MATCHES",
+    "MAX_TOP_K",
+    "SCRATCH_SLOT",
+    "TORCH",
+    "Noise",
+    "Ops",
+    "choose",
+    "triton_ops",
+]
 
 TORCH = Ops()
 

@@ -110,8 +110,9 @@ def launch_attention(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
         cache = keys.new_empty(keys.shape, dtype=cache_dtype)
         bounds = keys.new_empty(REQUESTS + 1, dtype=torch.int32)
         slots = keys.new_empty(rows, dtype=torch.int64)
+        row_bounds = bounds.long()
         attention.run(
-            *(query, keys, keys, torch.empty_like(query), cache, cache, bounds, slots),
+            *(query, keys, keys, torch.empty_like(query), cache, cache, row_bounds, bounds, slots),
             scale=1.0,
             window_left=window,
             slots=slots,

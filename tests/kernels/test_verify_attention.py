@@ -28,7 +28,9 @@ TOLERANCES = {
 @dataclass(frozen=True)
 class Case:
     lens: tuple[int, ...] = (37, 5)
-    rows: int = 4
+    rows: int = 4  # rows of a full block
+    widths: tuple[int, ...] | None = None  # rows of each request; full blocks if None
+    padding: int = 0  # rows after the last request's
     heads: int = 4
     kv_heads: int = 2
     d: int = 64
@@ -67,6 +69,28 @@ CASES = {
     "bf16": Case(dtype=torch.bfloat16, lens=(130, 7)),
     "bf16, head dim 256, window": Case(dtype=torch.bfloat16, d=256, dv=256, rows=16, window=48),
     "fp16": Case(dtype=torch.float16),
+    "widths of their own": Case(lens=(37, 5, 0, 130), widths=(1, 4, 2, 3), padding=3),
+    "one row each": Case(lens=(9, 300, 0, 40), widths=(1, 1, 1, 1)),
+    "requests without rows": Case(lens=(9, 300, 0, 40), widths=(0, 2, 4, 0), padding=2),
+    "many narrow requests": Case(
+        lens=tuple(range(0, 160, 5)), widths=(1, 2) * 16, rows=16, heads=2, kv_heads=1
+    ),
+    "few rows beside full blocks": Case(
+        lens=(300, 9, 200, 150), widths=(16, 2, 8, 9), rows=16, padding=5
+    ),
+    "widths, group 8, window": Case(
+        heads=16, kv_heads=2, rows=16, lens=(70, 3, 200), widths=(5, 16, 1), window=48, padding=10
+    ),
+    "bf16, widths, head dim 512": Case(
+        dtype=torch.bfloat16,
+        d=512,
+        dv=512,
+        heads=8,
+        kv_heads=1,
+        rows=16,
+        lens=(70, 9),
+        widths=(3, 8),
+    ),
     "fp8 cache": Case(dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn),
 }
 
@@ -80,7 +104,8 @@ class Problem:
 def make_problem(case: Case, seed: int = 0) -> Problem:
     """Draw inputs; every slot that no request owns is NaN, and so is the output."""
     draw = torch.Generator().manual_seed(seed)
-    total, tokens = sum(case.lens), len(case.lens) * case.rows
+    widths = case.widths or (case.rows,) * len(case.lens)
+    total, tokens = sum(case.lens), sum(widths) + case.padding
     num_slots = 2 * total + 8 + tokens
     owned = torch.randperm(num_slots, generator=draw)[:total]
     cache_dtype = case.cache_dtype or case.dtype
@@ -100,6 +125,7 @@ def make_problem(case: Case, seed: int = 0) -> Problem:
         "out": torch.full((tokens, case.heads, case.dv), float("nan"), dtype=case.dtype),
         "key_cache": cache(case.d),
         "value_cache": cache(case.dv),
+        "row_indptr": torch.tensor([0, *widths]).cumsum(0),
         "kv_indptr": torch.tensor([0, *case.lens]).cumsum(0).to(torch.int32),
         "kv_indices": owned,
     }
@@ -112,10 +138,11 @@ def make_problem(case: Case, seed: int = 0) -> Problem:
 def build(case: Case, max_requests: int = 32, num_sms: int = NUM_SMS) -> VerifyAttention:
     """Build the kernel with scratch full of NaN, to expose reads of unwritten partial results."""
     shape = LayerShape(case.heads, case.kv_heads, case.d, case.dv)
-    tiles = None
+    tiles = narrow_tiles = None
     if INTERPRETED:
         tile = Tile(block_m=16, block_n=16, num_warps=4, num_stages=1, ctas_per_sm=1, min_run=16)
         tiles = dict.fromkeys((64, 128, 256), tile) | {512: replace(tile, dv_parts=2)}
+        narrow_tiles = dict.fromkeys((64, 256), replace(tile, block_n=32, ctas_per_sm=2))
     attention = VerifyAttention(
         max_requests,
         case.rows,
@@ -124,6 +151,7 @@ def build(case: Case, max_requests: int = 32, num_sms: int = NUM_SMS) -> VerifyA
         device=DEVICE,
         num_sms=num_sms,
         tiles=tiles,
+        narrow_tiles=narrow_tiles,
     )
     for scratch in (attention.partial_out, attention.partial_lse):
         scratch.fill_(float("nan"))
@@ -140,7 +168,8 @@ def assert_matches_twin(attention: VerifyAttention, problem: Problem) -> None:
 
 def assert_rows_close(out: torch.Tensor, expected: torch.Tensor) -> None:
     difference = (out.float() - expected.float()).norm(dim=-1)
-    error = difference / expected.float().norm(dim=-1)
+    # padding rows are zero, and must be so exactly
+    error = difference / expected.float().norm(dim=-1).clamp(min=1e-20)
     assert (error < TOLERANCES[out.dtype]).all(), (
         f"error {error.max():.2e}, or nan {error.isnan().any()}"
     )
@@ -198,7 +227,16 @@ def test_rows_of_a_wider_tensor_are_read_and_written_in_place() -> None:
 
 
 @runs_kernel
-@pytest.mark.parametrize("case", [Case(), Case(d=80, dv=48, heads=8), Case(rows=20, window=9)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(d=80, dv=48, heads=8),
+        Case(rows=20, window=9),
+        Case(widths=(1, 3), padding=4),
+        Case(rows=20, widths=(20, 7), heads=12),
+    ],
+)
 def test_the_blocks_kv_is_written_to_the_cache_on_the_way(case: Case) -> None:
     """This saves a launch per layer; the next step reads the KV written here."""
     case = replace(case, dtype=torch.bfloat16)
@@ -282,6 +320,7 @@ if not INTERPRETED:
         "qwen3-8b": Case(heads=32, kv_heads=8, d=128, dv=128),
         "head dim 64": Case(heads=16, kv_heads=2, d=64, dv=64),
     }
+    WIDTHS = {"full blocks": (16,), "one row": (1,), "mixed": (1, 16, 4, 0, 7)}
     LENS = {
         "1 request": (5000,),
         "8 requests": (0, 1, 511, 512, 513, 1023, 1024, 9000),
@@ -289,13 +328,15 @@ if not INTERPRETED:
     }
 
     @pytest.mark.gpu
+    @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS.keys())
     @pytest.mark.parametrize("lens", LENS.values(), ids=LENS.keys())
     @pytest.mark.parametrize("case", SERVED.values(), ids=SERVED.keys())
     def test_shapes_that_are_served_match_on_the_whole_card(
-        case: Case, lens: tuple[int, ...]
+        case: Case, lens: tuple[int, ...], widths: tuple[int, ...]
     ) -> None:
         """The committed tiles on all SMs, which the interpreter cannot cover."""
-        case = replace(case, lens=lens, rows=16, dtype=torch.bfloat16)
+        repeated = (widths * len(lens))[: len(lens)]
+        case = replace(case, lens=lens, rows=16, widths=repeated, padding=9, dtype=torch.bfloat16)
         num_sms = torch.cuda.get_device_properties(0).multi_processor_count
         attention = build(case, max_requests=512, num_sms=num_sms)
         assert_matches_twin(attention, make_problem(case))
@@ -305,14 +346,16 @@ if not INTERPRETED:
         """A graph is captured with dummy lengths and replayed with real ones, padding included."""
         case = Case(lens=(1, 1, 1, 1), rows=8)
         attention = build(case)
-        real = make_problem(replace(case, lens=(190, 0, 33, 77)))
+        real = make_problem(replace(case, lens=(190, 0, 33, 77), widths=(1, 8, 0, 5), padding=2))
         static = {name: x.clone() for name, x in real.tensors.items()}
         static["kv_indptr"].copy_(torch.arange(5))
+        static["row_indptr"].copy_(torch.arange(5) * 4)
         attention.run(**static, **real.options)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             attention.run(**static, **real.options)
-        static["kv_indptr"].copy_(real.tensors["kv_indptr"])
+        for name in ("kv_indptr", "row_indptr"):
+            static[name].copy_(real.tensors[name])
         graph.replay()
         expected = torch.empty_like(static["out"])
         reference.verify_attention(**real.tensors | {"out": expected}, **real.options)

@@ -18,8 +18,10 @@ def test_meter_counts_steps_by_tokens_committed() -> None:
         "accepted_tokens": 4,
         "committed_tokens": 7,
         "accept_length": round(7 / 3, 4),
+        "verified_rows": 12,
         "histogram": [1, 1, 0, 1],
         "accepted_at": [2, 1, 1],
+        "at_width": [0, 0, 0, 3],
         "position_rates": [round(2 / 3, 4), round(1 / 3, 4), round(1 / 3, 4)],
     }
 
@@ -48,7 +50,9 @@ def test_meter_tells_what_came_since() -> None:
     assert earlier.histogram == [0, 0, 1, 0]
     assert meter.since(earlier).histogram == [1, 0, 0, 1]
     assert meter.since(earlier).accepted_at == [1, 1, 1]
-    assert "accept length 2.50 over 2 steps, 1:50% 4:50%" in meter.since(earlier).line()
+    assert (
+        "accept length 2.50 of width 4.0 over 2 steps, 1:50% 4:50%" in meter.since(earlier).line()
+    )
 
 
 def replica(dp_rank: int, steps: list[tuple[int, int]]) -> dict[str, Any]:
@@ -78,7 +82,7 @@ def test_replicas_are_named_and_summed() -> None:
 
 
 def warnings_of(alarm: AcceptanceAlarm, steps: list[tuple[int, int]]) -> list[str]:
-    found = [alarm.record(correct, correct + 1, context) for correct, context in steps]
+    found = [alarm.record(correct, correct + 1, context, 8) for correct, context in steps]
     return [warning for warning in found if warning is not None]
 
 

@@ -42,7 +42,7 @@ OURS = {
     },
     "step/worker.py": {"rows": "a tensor that was made here"},
 }
-MAKERS = {"dict", "list", "set", "WeakKeyDictionary"}
+MAKERS = {"deque", "dict", "list", "set", "WeakKeyDictionary"}
 TENSOR_MAKERS = {"zeros"}
 MUTATORS = {
     *("append", "extend", "insert", "remove", "clear", "sort", "reverse", "pop", "popitem"),

@@ -1,4 +1,4 @@
-"""Where `python -m sglang_dflash report` looks, and its message if nothing is there."""
+"""What `python -m sglang_dflash report` asks and prints, and its message if nothing is there."""
 
 from __future__ import annotations
 
@@ -6,28 +6,42 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from sglang_dflash.__main__ import main
+from sglang_dflash.commands.report import look_at
+from sglang_dflash.costs import GraphCosts, LearntCosts
 from sglang_dflash.metrics import AcceptanceMeter
+from sglang_dflash.width import WidthPolicy
 
 METER = AcceptanceMeter(3)
 for _ in range(10):
     METER.record(2, 3)
 OURS = {"acceptance": METER.snapshot(), "alarms": 0, "free_kv_slots": 9, "dp_rank": 0}
-STATE = {"internal_states": [{"sglang_dflash": OURS}]}
+
+
+def width(policy: WidthPolicy, fixed_because: str | None = None) -> dict[str, Any]:
+    return {**policy.snapshot(), "fixed_because": fixed_because}
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def replicas() -> list[dict[str, Any]]:
+    """What the server's replicas report; a test may change it before it asks."""
+    return [dict(OURS)]
+
+
+@pytest.fixture
+def port(replicas: list[dict[str, Any]]) -> Iterator[int]:
     """A server that has nothing but /server_info."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200 if self.path == "/server_info" else 404)
             self.end_headers()
-            self.wfile.write(json.dumps(STATE).encode())
+            states = [{"sglang_dflash": ours} for ours in replicas]
+            self.wfile.write(json.dumps({"internal_states": states}).encode())
 
         def log_message(self, *_: object) -> None:
             pass
@@ -54,3 +68,78 @@ def test_a_dead_host_is_one_sentence() -> None:
     assert ended.value.code == (
         "No SGLang server answers at http://127.0.0.1:1. Start one, or pass its --url."
     )
+
+
+def test_the_width_is_shown_with_its_steps_and_costs(
+    port: int, replicas: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = WidthPolicy(3, GraphCosts(3, {3: 10.0, 6: 12.0}, {1: 1.0, 2: 1.0}))
+    for _ in range(3):
+        policy.record(1, 3, 0, 13.2, [2])
+    policy.record(1, 1, 0, 10.0, [0])
+    replicas[0]["width"] = width(policy)
+    assert main(["report", "--url", f"localhost:{port}", "--looks", "1"]) == 0
+    first, shown, steps, costs, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("accept length 3.00 over 10 verify steps")
+    expected = policy.snapshot()["expected_tokens"]
+    assert shown == f"verify width auto: 3 now, {expected:.2f} tokens expected per step"
+    assert steps == "  4 batch steps by width: 1:25% 3:75%"
+    assert costs.startswith(
+        "  costs: 0 ms per context token; corrections of timed graphs by rows: 3: 1."
+    )
+
+
+def test_a_fixed_width_is_shown_with_its_reason(port: int, replicas: list[dict[str, Any]]) -> None:
+    policy = WidthPolicy(3, GraphCosts(3, {3: 10.0}, {1: 1.0}), fixed=2)
+    policy.choose(1, 0)
+    replicas[0]["width"] = width(policy, "SGLANG_DFLASH_WIDTH=2")
+    shown, reason, costs = look_at(f"localhost:{port}").details
+    assert shown.startswith("verify width fixed at 2: 2 now, ")
+    assert reason == "  fixed because: SGLANG_DFLASH_WIDTH=2"
+    assert costs.endswith("by rows: none yet")
+
+
+def test_learnt_costs_are_named(port: int, replicas: list[dict[str, Any]]) -> None:
+    """A server without timed graphs, as on a CPU, has costs of another kind."""
+    policy = WidthPolicy(3, LearntCosts(3))
+    replicas[0]["width"] = width(policy)
+    assert look_at(f"localhost:{port}").details[-1] == "  costs: not learnt yet"
+    for step in range(9):
+        policy.record(1, 1 + step % 3, 100, 5.0 + step % 3, [0])
+    replicas[0]["width"] = width(policy)
+    assert "ms_per_64_rows " in look_at(f"localhost:{port}").details[-1]
+
+
+def test_many_corrections_are_wrapped(port: int, replicas: list[dict[str, Any]]) -> None:
+    costs = GraphCosts(16, {16 * k: 10.0 + k for k in range(1, 49)}, {48: 1.0})
+    for requests in range(1, 49):
+        costs.record(requests, 16, 0, 12.0 + requests)
+    replicas[0]["width"] = width(WidthPolicy(16, costs))
+    details = look_at(f"localhost:{port}").details
+    assert "768: 1." in details[-1]
+    assert all(len(line) <= 100 for line in details)
+
+
+def test_each_replica_has_its_own_width(port: int, replicas: list[dict[str, Any]]) -> None:
+    costs = GraphCosts(3, {3: 10.0}, {1: 1.0})
+    replicas[0]["width"] = width(WidthPolicy(3, costs))
+    replicas.append({**OURS, "dp_rank": 1, "width": width(WidthPolicy(3, costs, fixed=2), "two")})
+    details = look_at(f"localhost:{port}").details
+    names = [line.split(":")[0] for line in details if line.startswith("  dp_rank")]
+    assert names == ["  dp_rank 0", "  dp_rank 1"]
+    auto, fixed = (line for line in details if "verify width" in line)
+    assert auto.startswith("    verify width auto: 3 now")
+    assert fixed.startswith("    verify width fixed at 2")
+
+
+def test_a_server_from_before_the_width_is_reported_without_it(
+    port: int, replicas: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its acceptance has no widths either; every step verified a full block."""
+    newer = ("at_width", "verified_rows")
+    older = {name: value for name, value in METER.snapshot().items() if name not in newer}
+    replicas[0]["acceptance"] = older
+    assert main(["report", "--url", f"localhost:{port}", "--looks", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "accept length 3.00 over 10 verify steps" in shown
+    assert "width" not in shown

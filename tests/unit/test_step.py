@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from sglang_dflash.accept import Simulation
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.config import DFlashConfig, DrafterSpec, Overlap
 from sglang_dflash.kernels import TORCH
 from sglang_dflash.policy import DraftPolicy
+from sglang_dflash.simulate import SteadyAcceptance
 from sglang_dflash.step import decode_step, prefill_step
-from sglang_dflash.types import DraftContext, DraftOutput, TargetOutput, Verdict
+from sglang_dflash.types import DraftContext, DraftOutput, TargetOutput
 
 B = 4
 
@@ -53,8 +54,15 @@ class CountingHost:
     def sampling_plan(self):
         return None
 
-    def draft_tokens(self, context, masked, randomness):
+    def request_ids(self):
+        return ["one", "other"]
+
+    def plan_verify(self, block):
+        self.events.append("plan")
+
+    def draft_tokens(self, context, masked, randomness, *, wanted):
         self.events.append("draft")
+        assert masked.token_ids.shape[1] == B, "the drafter always sees a full block"
         assert (masked.token_ids[:, 1:] == 99).all()
         drafts = context.anchors[:, None] + torch.arange(1, B)
         for row, limit in enumerate(self.right_until):
@@ -81,7 +89,7 @@ class CountingHost:
         self.events.append("record")
 
 
-def run(right_until: list[int], simulation: Simulation | None = None):
+def run(right_until: list[int], simulation: SteadyAcceptance | None = None, width: int = B):
     host = CountingHost(right_until)
     context = DraftContext(
         anchors=torch.tensor([10, 50]), lens=torch.tensor([5, 7]), request_rows=torch.tensor([0, 1])
@@ -91,6 +99,7 @@ def run(right_until: list[int], simulation: Simulation | None = None):
         host,
         TORCH,
         context,
+        width=width,
         buffers=buffers,
         policy=DraftPolicy(4, "cpu"),
         config=config(),
@@ -109,8 +118,32 @@ def test_step_commits_the_correct_drafts_and_one_target_token() -> None:
 def test_lengths_are_published_before_the_draft_kv_is_written() -> None:
     """The next step is planned from the published lengths while the write still runs."""
     host, _ = run([3, 1])
-    assert host.events == ["draft", "verify", "publish [9, 9]", "write", "record"]
+    assert host.events == ["plan", "draft", "verify", "publish [9, 9]", "write", "record"]
     assert host.marks == 4, "a step is timed by four marks"
+
+
+@pytest.mark.parametrize("width", range(1, B + 1))
+def test_a_narrower_step_commits_as_far_as_it_looked(width: int) -> None:
+    """Drafts beyond the width are not verified; the token after the kept ones is the target's."""
+    host, commit = run([3, 1], width=width)
+    kept = [min(3, width - 1), min(1, width - 1)]
+    assert commit.lens.tolist() == [kept[0] + 1, kept[1] + 1]
+    assert commit.token_ids.shape == (2, width)
+    for row, (anchor, count) in enumerate(zip((10, 50), kept, strict=True)):
+        assert commit.token_ids[row, : count + 1].tolist() == list(
+            range(anchor + 1, anchor + count + 2)
+        )
+    assert commit.bonus.tolist() == [11 + kept[0], 51 + kept[1]]
+    written = {slot for slot in host.written if slot != 0}
+    assert written == {*range(5, 6 + kept[0]), *range(64 + 7, 64 + 8 + kept[1])}
+
+
+def test_a_step_of_width_one_runs_no_drafter_but_writes_its_kv() -> None:
+    """Otherwise later blocks would be drafted on a context with holes."""
+    host, commit = run([3, 3], width=1)
+    assert "draft" not in host.events and "write" in host.events
+    assert commit.token_ids.tolist() == [[11], [51]]
+    assert {slot: token for slot, token in host.written.items() if slot} == {5: 10.0, 71: 50.0}
 
 
 def test_draft_kv_is_written_for_committed_rows_only() -> None:
@@ -134,30 +167,26 @@ def test_prefill_writes_every_prompt_token() -> None:
 def test_buffers_refuse_a_batch_larger_than_planned() -> None:
     buffers = StepBuffers(max_requests=2, block_size=B, device="cpu")
     try:
-        buffers.block(3)
+        buffers.verified.block(3, B)
     except AssertionError as error:
         assert "3 requests exceed the 2 planned" in str(error)
     else:
         raise AssertionError("a third request must not fit")
 
 
+def test_rows_that_pad_a_graph_write_to_the_scratch_slot() -> None:
+    """A wider step before may have left real slots there."""
+    buffer = StepBuffers(max_requests=4, block_size=B, device="cpu").verified
+    buffer.block(4, B).slots.fill_(9)
+    rows = buffer.rows(2 * 3, 12)
+    assert [len(each) for each in rows] == [12] * 3
+    assert rows.slots.tolist() == [9] * 6 + [0] * 6
+
+
 def test_simulated_acceptance_commits_its_length_whatever_the_target_says() -> None:
-    _, commit = run([0, 3], Simulation(2.0))
+    _, commit = run([0, 3], SteadyAcceptance(2.0))
     assert commit.lens.tolist() == [2, 2]
-    _, commit = run([0, 3], Simulation(99.0))
+    _, commit = run([0, 3], SteadyAcceptance(99.0))
     assert commit.lens.tolist() == [B, B]
-
-
-def test_simulated_acceptance_is_the_same_on_every_rank_and_right_on_average() -> None:
-    """Ranks that committed different numbers of tokens would deadlock."""
-    length = 3.3
-    verdict = Verdict(choices=torch.zeros(3, 8, dtype=torch.int64))
-    ranks = Simulation(length), Simulation(length)
-    committed = []
-    for step in range(1, 1001):
-        one, other = (rank.num_correct(verdict) for rank in ranks)
-        assert one.tolist() == other.tolist() == [int(one[0])] * 3
-        assert one.dtype == torch.int32
-        committed.append(int(one[0]) + 1)
-        assert abs(sum(committed) - step * length) < 1 + 1e-6
-    assert set(committed) == {3, 4}
+    _, commit = run([0, 3], SteadyAcceptance(99.0), width=2)
+    assert commit.lens.tolist() == [2, 2]

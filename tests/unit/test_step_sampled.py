@@ -6,9 +6,12 @@ Nothing of SGLang is imported; stage 3 accepts or rejects every draft.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare
+from torch import Tensor
 
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.kernels import TORCH, Noise
@@ -43,17 +46,24 @@ class SamplingHost:
     def sampling_plan(self):
         return self.plan
 
-    def draft_tokens(self, context, masked, randomness):
+    def request_ids(self):
+        raise AssertionError("only a simulation asks for them")
+
+    def plan_verify(self, block):
+        pass
+
+    def draft_tokens(self, context, masked, randomness, *, wanted):
         logits = self.drafter.expand(REQUESTS, -1, -1)
         argmax_drafts = logits.argmax(-1)
         if randomness is None or not self.sees_all:
             return DraftOutput(argmax_drafts, argmax_drafts)
         noise = Noise(randomness.keys, randomness.scales)
         both = TORCH.argmax_and_sample(logits.flatten(0, 1), 0.0, noise)
+        self.drafted = both[1].view(REQUESTS, -1)
         return DraftOutput(*both.view(2, REQUESTS, -1), logits)
 
     def verify_block(self, context, block, plan):
-        logits = self.target.repeat(REQUESTS, 1)
+        logits = self.target[: block.token_ids.shape[1]].repeat(REQUESTS, 1)
         return TargetOutput(features=block.token_ids.flatten()[:, None].float(), logits=logits)
 
     def publish(self, new_lens):
@@ -65,8 +75,8 @@ class SamplingHost:
     def record(self, commit):
         self.recorded.append(commit)
 
-    def step(self, policy: DraftPolicy | None = None) -> Commit:
-        torch.manual_seed(4)
+    def step(self, policy: DraftPolicy | None = None, *, width: int = B, seed: int = 4) -> Commit:
+        torch.manual_seed(seed)
         zeros = torch.zeros(REQUESTS, dtype=torch.int64)
         context = DraftContext(anchors=zeros, lens=zeros + 5, request_rows=torch.arange(REQUESTS))
         buffers = StepBuffers(max_requests=REQUESTS, block_size=B, device="cpu")
@@ -74,6 +84,7 @@ class SamplingHost:
             self,
             TORCH,
             context,
+            width=width,
             buffers=buffers,
             policy=policy or DraftPolicy(REQUESTS, "cpu"),
             config=config(),
@@ -128,6 +139,45 @@ def test_behind_a_block_that_is_kept_whole_the_bonus_is_a_plain_draw() -> None:
     is_whole = commit.lens == B
     assert_drawn_from(commit.bonus[is_whole], host.distribution(B - 1))
     assert (commit.token_ids[is_whole, B - 1] == commit.bonus[is_whole]).all()
+
+
+def commit_by(host: SamplingHost, narrow: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the first committed token of each request, [b]; `narrow` says from the drafted tokens
+    [b, B - 1] which requests verify none of their drafts."""
+    wide = host.step(seed=5)
+    is_narrow = narrow(host.drafted)
+    assert 0.1 < is_narrow.float().mean() < 0.9
+    # the same seed draws the same drafts and the same noise
+    return torch.where(is_narrow, host.step(seed=5, width=1).bonus, wide.token_ids[:, 0])
+
+
+@pytest.mark.parametrize("top_k", [3, UNFILTERED])
+@pytest.mark.parametrize("width", range(1, B + 1))
+def test_tokens_follow_the_target_at_every_width(width: int, top_k: int) -> None:
+    """The first token, and the token after a block that is kept whole."""
+    host = SamplingHost(make_plan(top_k))
+    commit = host.step(width=width, seed=width)
+    is_whole = commit.lens == width
+    assert is_whole.any()
+    kept = min(top_k, VOCAB)
+    assert_drawn_from(commit.token_ids[:, 0], host.distribution(0, top_k=kept))
+    assert_drawn_from(commit.bonus[is_whole], host.distribution(width - 1, top_k=kept))
+
+
+def test_a_cut_that_does_not_look_at_the_drafts_changes_nothing() -> None:
+    host = SamplingHost(make_plan(UNFILTERED))
+    by_number = torch.arange(REQUESTS) % 3 == 0
+    assert_drawn_from(commit_by(host, lambda _drafted: by_number), host.distribution(0))
+
+
+def test_a_cut_that_looks_at_the_drawn_token_is_caught() -> None:
+    """The reason for the rule that widths depend on earlier steps only: dropping a draft because of
+    what it is takes its share of the acceptance away, which the residual does not give back."""
+    host = SamplingHost(make_plan(UNFILTERED))
+    likeliest = host.drafter[0].argmax()
+    tokens = commit_by(host, lambda drafted: drafted[:, 0] == likeliest)
+    with pytest.raises(AssertionError):
+        assert_drawn_from(tokens, host.distribution(0))
 
 
 @pytest.mark.parametrize("sees_all", [True, False], ids=["whole vocabulary", "a part of it"])

@@ -22,6 +22,8 @@ class Bookkeeping:
         self.meter = AcceptanceMeter(block_size)
         self.clock = StageClock(device_type)
         self.alarm = alarm
+        # verify width of the step whose result is being processed
+        self.width = block_size
         self._export: PrometheusExporter | None = None
         self._speaks = True
         self._flushed = time.monotonic()
@@ -38,10 +40,14 @@ class Bookkeeping:
         if reporter.current_scheduler_metrics_enabled and collector is not None:
             self._export = PrometheusExporter(dict(collector.labels), self.meter.block_size)
 
+    def begin_result(self, width: int) -> None:
+        """Note the verify width of the step whose result is processed next."""
+        self.width = width
+
     def record(self, num_correct: int, committed: int, *, context: int, ended: bool) -> None:
-        """Count one step of one request."""
-        self.meter.record(num_correct, committed)
-        warning = self.alarm.record(num_correct, committed, context)
+        """Count one step of one request, of the batch whose result is being processed."""
+        self.meter.record(num_correct, committed, self.width)
+        warning = self.alarm.record(num_correct, committed, context, self.width)
         if warning is not None and self._speaks:
             logger.warning(warning)
         now = time.monotonic()

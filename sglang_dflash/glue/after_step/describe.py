@@ -41,10 +41,12 @@ def describe_request(
     steps = meta_info.get("spec_verify_ct", 0)
     if not steps or manager.server_args.speculative_algorithm != "DFLASH":
         return
+    rows = round(meta_info.get("spec_cap_length", 0) * steps)
     request = {
         "accept_length": (recv_obj.completion_tokens[i] - 1) / steps,
         "verify_steps": steps,
-        "drafted_tokens": meta_info["spec_num_proposed_drafts"],
+        "verified_rows": rows,
+        "drafted_tokens": rows - steps,
         "accepted_tokens": meta_info["spec_num_correct_drafts"],
         "accepted_histogram": list(meta_info.get("spec_correct_drafts_histogram", ())),
     }

@@ -36,7 +36,13 @@ class PrometheusExporter:
             "committed_tokens": counter(
                 "committed_tokens_total", "Tokens committed by verify steps."
             ),
+            "verified_rows": counter(
+                "verified_rows_total", "Rows verified: anchors and drafts of all requests."
+            ),
         }
+        self._at_width = counter(
+            "verify_steps_at_width_total", "Verify steps of this width, per request.", "width"
+        )
         self._accepted_at = counter(
             "accepted_at_position_total",
             "Verify steps that accepted the draft at this position.",
@@ -56,6 +62,8 @@ class PrometheusExporter:
             metric.labels(**labels)
         for position in range(1, block_size):
             self._accepted_at.labels(**labels, position=str(position))
+        for width in range(1, block_size + 1):
+            self._at_width.labels(**labels, width=str(width))
         for stage in STAGES:
             self._seconds.labels(**labels, stage=stage)
 
@@ -68,6 +76,9 @@ class PrometheusExporter:
         for position, count in enumerate(new.accepted_at, start=1):
             if count:
                 self._accepted_at.labels(**self._labels, position=str(position)).inc(count)
+        for width, count in enumerate(new.at_width, start=1):
+            if count:
+                self._at_width.labels(**self._labels, width=str(width)).inc(count)
         histogram = self._histogram.labels(**self._labels)
         for committed, steps in enumerate(new.histogram, start=1):
             for _ in range(steps):

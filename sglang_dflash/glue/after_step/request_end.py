@@ -20,6 +20,7 @@ REQ = changes.Fields(
     {
         "output_ids": "SGLang's stop check sees the tokens of a block one by one",
         "finished_len": "an answer ends at its first stop",
+        "spec_num_cap_tokens": "SGLang's count of verified rows, under its own name",
         "spec_num_correct_drafts": "drafts after a stop are not counted",
         "spec_correct_drafts_histogram": "drafts after a stop are not counted",
     },
@@ -48,6 +49,7 @@ def finish_and_meter(original: Any, req: Any, new_accepted_len: int = 1) -> None
             committed = max(1, min(committed, req.finished_len - before))
         _uncount_after_stop(req, num_correct, min(num_correct, committed))
         for book in _meters:
+            REQ.write(req, spec_num_cap_tokens=req.spec_num_cap_tokens + book.width)
             context = len(req.origin_input_ids) + len(req.output_ids)
             book.record(num_correct, committed, context=context, ended=req.finished())
     _metered[req] = (req.spec_verify_ct, req.spec_num_correct_drafts)

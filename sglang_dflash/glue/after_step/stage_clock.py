@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ class StageClock:
         self._current: list[Any] = []
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.steps = 0
+        self._listener: Callable[[float], None] = lambda seconds: None
+
+    def tell(self, listener: Callable[[float], None]) -> None:
+        """Tell the listener the seconds of every step, in order."""
+        self._listener = listener
 
     def mark(self) -> None:
         """Mark a stage boundary: four marks make a step."""
@@ -35,6 +41,10 @@ class StageClock:
     def _settle(self) -> None:
         while self._open and (not self._cuda or self._open[0][-1].query()):
             marks = self._open.pop(0)
+            whole = 0.0
             for stage, begin, end in zip(STAGES, marks[:-1], marks[1:], strict=True):
-                self.seconds[stage] += begin.elapsed_time(end) / 1000 if self._cuda else end - begin
+                seconds = begin.elapsed_time(end) / 1000 if self._cuda else end - begin
+                self.seconds[stage] += seconds
+                whole += seconds
             self.steps += 1
+            self._listener(whole)

@@ -111,32 +111,30 @@ class BlockHead:
         """Return a buffer for the logits of `requests` blocks, without anchors."""
         return self._head.allocate_logits(requests * (self.block_size - 1))
 
+    def masked_rows(self, hidden: Tensor, wanted: int) -> Tensor:
+        """Return the hidden states that the first `wanted` drafts of each block are read from,
+        [b * wanted, H], from those of whole blocks, [b * B, H]."""
+        rows = hidden.unflatten(0, (-1, self.block_size))[:, 1 : wanted + 1]
+        # a copy in any case: the next replay of a graph overwrites its output
+        return rows.clone(memory_format=torch.contiguous_format).flatten(0, 1)
+
     def draft(
-        self, hidden: Tensor, noise: Noise | None, out: Tensor | None = None
+        self, rows: Tensor, noise: Noise | None, *, wanted: int, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the argmax drafts of blocks of hidden states and, with noise, sampled drafts,
-        [1 or 2, b, B - 1]; and the logits, in `out` if given, [b, B - 1, V], None if the
+        """Return the argmax drafts of masked rows [b * wanted, H] and, with noise, sampled drafts,
+        [1 or 2, b, wanted]; and the logits, in `out` if given, [b, wanted, V], None if the
         vocabulary is sharded."""
-        size = hidden.shape[0] // self.block_size
-        if out is not None or hidden.device.type != "cpu":
-            hidden = hidden.unflatten(0, (size, -1))[:, 1:].flatten(0, 1)
-        elif noise is not None:
-            # on a CPU the GEMM is faster over whole blocks, though the first row is not needed
-            noise = Noise(noise.keys.roll(1, dims=1), noise.scales)
-        logits = self._head.multiply(hidden, out)
+        logits = self._head.multiply(rows, out)
         drafts = self._head.choose(logits, logit_cap=self._logit_cap, noise=noise)
-        drafts = drafts.unflatten(1, (size, -1))[:, :, 1 - self.block_size :]
-        return drafts, self._by_block(logits, size)
+        return drafts.unflatten(1, (-1, wanted)), self._by_block(logits, wanted)
 
     def logits_by_block(self, logits: Tensor, size: int) -> Tensor | None:
         """Return the logits as `draft` does, from a buffer that holds those of `size` blocks."""
-        rows = logits[: size * (self.block_size - 1)]
-        return self._by_block(self._head.without_vocab_padding(rows), size)
+        wanted = self.block_size - 1
+        return self._by_block(self._head.without_vocab_padding(logits[: size * wanted]), wanted)
 
-    def _by_block(self, logits: Tensor, size: int) -> Tensor | None:
-        if not self._head.sees_all:
-            return None
-        return logits.unflatten(0, (size, -1))[:, 1 - self.block_size :]
+    def _by_block(self, logits: Tensor, wanted: int) -> Tensor | None:
+        return logits.unflatten(0, (-1, wanted)) if self._head.sees_all else None
 
 
 class VerifyHead:

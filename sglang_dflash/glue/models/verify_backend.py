@@ -38,7 +38,7 @@ def install_verify_attention(runner: Any, ops: Ops, *, max_requests: int, block_
     attention = ops.verify_attention(
         max_requests, block_size, shapes=shapes, dtype=runner.dtype, device=runner.device
     )
-    VerifyBackend(backend, ops, attention, block_size).install()
+    VerifyBackend(backend, ops, attention).install(block_size)
     return OURS
 
 
@@ -88,18 +88,26 @@ def _foreign_layers(shapes: list[Any]) -> str | None:
     )
 
 
-def shrink_graph_buffers(backend: Any) -> None:
-    """Size a Triton backend's index buffers by requests, not by requests times block.
+def shrink_graph_buffers(backend: Any, block_size: int) -> None:
+    """Size a Triton backend's index of the prefixes by full blocks.
 
-    SGLang sizes them for a decode step, where every token has its own context. In a verify pass
-    the tokens of a block share one: at a context of 262,144 tokens and 32 requests that is 64 MiB
-    instead of a gigabyte.
+    SGLang sizes it for a decode step, where every token has its own context. In a verify pass the
+    tokens of a block share one: at a context of 262,144 tokens and 32 blocks that is 64 MiB instead
+    of a gigabyte. More requests than blocks fit if their contexts are shorter.
     """
     original = backend.init_cuda_graph_state
 
     def init_cuda_graph_state(max_bs: int, max_num_tokens: int, **buffers: Any) -> None:
-        original(max_bs, max_bs, **buffers)
+        original(max_bs, max_num_tokens // block_size, **buffers)
         changes.replace(backend, "_verify_mask", None, why="chain drafts need no mask")
+        window = backend.sliding_window_size
+        if window is not None and window > 0:
+            changes.replace(
+                backend,
+                "cuda_graph_window_kv_indices",
+                torch.zeros(max_bs * window, dtype=torch.int64, device=backend.device),
+                why="more requests than full blocks may run, each with a window of keys",
+            )
         if backend.use_sliding_window_kv_pool:
             changes.replace(
                 backend,
@@ -112,7 +120,7 @@ def shrink_graph_buffers(backend: Any) -> None:
         backend,
         "init_cuda_graph_state",
         init_cuda_graph_state,
-        why="index buffers are sized per request: the tokens of a block share a context",
+        why="index buffers are sized by blocks: the tokens of a block share a context",
     )
 
 
@@ -137,19 +145,17 @@ def plan_in_graph(draft_backend: Any) -> None:
 class VerifyBackend:
     """The verify half of one Triton backend."""
 
-    def __init__(self, backend: Any, ops: Ops, attention: Any, block_size: int) -> None:
+    def __init__(self, backend: Any, ops: Ops, attention: Any) -> None:
         self._backend = backend
         self._attention = attention
-        self._block_size = block_size
         self._index_prefixes = ops.index_prefixes
         self._run_layer = backend.forward_extend
         self._warned = False
-        bounds = torch.arange(backend.qo_indptr.shape[0], device=backend.device)
-        self._block_bounds = bounds * block_size
+        self._numbers = torch.arange(backend.qo_indptr.shape[0], device=backend.device)
 
-    def install(self) -> None:
+    def install(self, block_size: int) -> None:
         self._window_slots()
-        shrink_graph_buffers(self._backend)
+        shrink_graph_buffers(self._backend, block_size)
         changes.replace(
             self._backend,
             "forward_extend",
@@ -164,11 +170,15 @@ class VerifyBackend:
         )
 
     def lay_out_prefixes(
-        self, bs: int, seq_lens: Tensor, request_rows: Tensor, _spec_info: Any
+        self, bs: int, seq_lens: Tensor, request_rows: Tensor, spec_info: Any
     ) -> None:
         """Fill a graph's batch index buffers, without reading a length back from the device."""
         backend = self._backend
-        backend.qo_indptr[: bs + 1].copy_(self._block_bounds[: bs + 1])
+        bounds = backend.qo_indptr[: bs + 1]
+        torch.mul(self._numbers[: bs + 1], spec_info.draft_token_num, out=bounds)
+        if spec_info.ragged_verify_layout is not None:
+            # requests that only pad the graph have no rows
+            bounds.clamp_(max=spec_info.ragged_verify_layout.used)
         batch = (backend.req_to_token, request_rows[:bs], seq_lens[:bs])
         self._index_prefixes(*batch, backend.kv_indptr, backend.cuda_graph_kv_indices)
         if backend.sliding_window_size is not None and backend.sliding_window_size > 0:
@@ -235,7 +245,7 @@ class VerifyBackend:
         else:
             out = q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
         quantised = layer.k_scale is not None and layer.v_scale is not None
-        requests = q.shape[0] // self._block_size
+        requests = forward_batch.batch_size
         bounds = metadata.window_kv_indptr if windowed else metadata.kv_indptr
         self._attention.run(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
@@ -243,6 +253,7 @@ class VerifyBackend:
             v,
             out.view(-1, layer.tp_q_head_num, layer.v_head_dim),
             *caches,
+            metadata.qo_indptr[: requests + 1],
             bounds[: requests + 1],
             metadata.window_kv_indices if windowed else metadata.kv_indices,
             scale=float(layer.scaling),
@@ -269,7 +280,6 @@ class VerifyBackend:
             and not layer.is_cross_attention
             and self._is_causal(layer)
             and layer.xai_temperature_len <= 0
-            and q.shape[0] % self._block_size == 0
             and self._attention.fits(
                 q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), k, v, *self._caches(layer)
             )

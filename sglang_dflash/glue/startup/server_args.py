@@ -10,12 +10,10 @@ from typing import Any
 from sglang_dflash import config as cfg
 from sglang_dflash.environment import DETERMINISTIC_PREFILL_ALIGN, Environment
 from sglang_dflash.glue import changes, compat
+from sglang_dflash.glue.startup import width_args
 from sglang_dflash.glue.startup.feature_capture import delivers_features, refuse_recurrent
 
 logger = logging.getLogger(__name__)
-
-# the default if the user sets none: SGLang sizes CUDA graphs and sampling memory by it
-DEFAULT_MAX_RUNNING_REQUESTS = 48
 
 ARGS = changes.Fields(
     "ServerArgs",
@@ -25,7 +23,6 @@ ARGS = changes.Fields(
         "speculative_eagle_topk": "a block is one chain",
         "speculative_draft_attention_backend": "a backend that supports this drafter's layers",
         "speculative_draft_model_quantization": "--quantization applies to the target only",
-        "max_running_requests": "CUDA graphs and buffers need a bound",
         "min_free_slots_delay": "a request is admitted as soon as one slot is free",
         "disable_overlap_schedule": "our switches control overlap scheduling",
     },
@@ -55,9 +52,8 @@ def handle_dflash(server_args: Any) -> None:
     )
     ARGS.write(server_args, speculative_draft_attention_backend=draft_backend)
     _keep_drafter_unquantised(server_args)
-    if server_args.max_running_requests is None:
-        ARGS.write(server_args, max_running_requests=DEFAULT_MAX_RUNNING_REQUESTS)
-        logger.info("DFLASH: --max-running-requests defaults to %d.", DEFAULT_MAX_RUNNING_REQUESTS)
+    width_args.refuse_narrow_blocks(server_args)
+    width_args.bound_requests(server_args)
     if server_args.min_free_slots_delay is None:
         # SGLang waits for up to 4 free slots because its DFLASH prefill is expensive. Ours takes
         # only a few more launches than a plain one
@@ -102,7 +98,9 @@ def resolve_config(server_args: Any, *, target_config: Any) -> cfg.DFlashConfig:
         device=_device_type(server_args),
         draft_backend=server_args.speculative_draft_attention_backend,
         overlap=_overlap(server_args),
+        width=Environment().width(server_args.speculative_num_draft_tokens),
         simulated_accept_length=Environment().simulated_accept_length,
+        draws_acceptance=Environment().draws_acceptance,
     )
 
 

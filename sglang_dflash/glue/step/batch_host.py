@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sglang_dflash.glue import changes, compat
@@ -32,7 +33,10 @@ BATCH = changes.Fields(
 )
 OUTPUT = changes.Fields(
     "LogitsProcessorOutput",
-    {"hidden_states": "the features are for the drafter, and are dropped once it has read them"},
+    {
+        "hidden_states": "the features are for the drafter, and are dropped once it has read them",
+        "next_token_logits": "rows that only pad a graph are dropped",
+    },
 )
 
 
@@ -62,6 +66,8 @@ class BatchHost:
             self._lens_bound = batch.spec_info.reserved_lens
         else:
             self._lens_bound = batch.seq_lens_cpu + runtime.config.block_size
+        # at most this many tokens in the batch's prefixes
+        self.context_bound = int(self._lens_bound.sum())
         self.target_result: Any = None
         self.verify_batch: Any = None
         # outputs of the verify graph; None without a verify pass, or if it ran outside a graph
@@ -76,53 +82,87 @@ class BatchHost:
     def sampling_plan(self) -> SamplingPlan | None:
         return plan_of(self._batch)
 
+    def request_ids(self) -> list[str]:
+        return [req.rid for req in self._batch.reqs]
+
     def draft_tokens(
-        self, context: DraftContext, masked: DraftBlock, randomness: Randomness | None
+        self,
+        context: DraftContext,
+        masked: DraftBlock,
+        randomness: Randomness | None,
+        *,
+        wanted: int,
     ) -> DraftOutput:
         runtime = self._runtime
-        if runtime.plan_stream is not None:
-            # everything about the verify pass except its tokens is known
-            runtime.plan_stream.wait_stream(runtime.device_module.current_stream())
-            with runtime.device_module.stream(runtime.plan_stream):
-                self._plan_verify(masked)
-        forward_batch = compat.ForwardBatch(
-            forward_mode=compat.ForwardMode.TARGET_VERIFY,
-            batch_size=context.anchors.shape[0],
-            input_ids=masked.token_ids.flatten(),
-            req_pool_indices=context.request_rows,
-            seq_lens=context.lens,
-            out_cache_loc=masked.slots.flatten(),
-            seq_lens_sum=int(self._lens_bound.sum()),
-            seq_lens_cpu=self._lens_bound,
-            positions=masked.positions.flatten(),
-            spec_algorithm=compat.SpeculativeAlgorithm.DFLASH,
-            spec_info=runtime.block_input,
-            capture_hidden_mode=compat.CaptureHiddenMode.NULL,
-        )
-        result = runtime.draft_runner.forward(forward_batch)
-        found = runtime.draft_graphs.drafts_of(result, forward_batch.batch_size)
+        turns = runtime.draft_graphs.turns(context.anchors.shape[0])
+        found, rows = None, []
+        for turn in turns:
+            result = self._run_drafter(turn, context, masked)
+            if len(turns) == 1:
+                found = runtime.draft_graphs.drafts_of(result, turn.stop)
+            if found is None:
+                rows.append(
+                    runtime.block_head.masked_rows(result.logits_output.hidden_states, wanted)
+                )
         if found is None:
             noise = None if randomness is None else Noise(randomness.keys, randomness.scales)
-            found = runtime.block_head.draft(result.logits_output.hidden_states, noise)
+            all_rows = rows[0] if len(rows) == 1 else torch.cat(rows)
+            found = runtime.block_head.draft(all_rows, noise, wanted=wanted)
         drafts, logits = found
         return DraftOutput(argmax_drafts=drafts[0], sampled_drafts=drafts[-1], logits=logits)
+
+    def _run_drafter(self, turn: slice, context: DraftContext, masked: DraftBlock) -> Any:
+        """Run the drafter on some of the requests."""
+        lens_bound = self._lens_bound[turn]
+        forward_batch = compat.ForwardBatch(
+            forward_mode=compat.ForwardMode.TARGET_VERIFY,
+            batch_size=turn.stop - turn.start,
+            input_ids=masked.token_ids[turn].flatten(),
+            req_pool_indices=context.request_rows[turn],
+            seq_lens=context.lens[turn],
+            out_cache_loc=masked.slots[turn].flatten(),
+            seq_lens_sum=int(lens_bound.sum()),
+            seq_lens_cpu=lens_bound,
+            positions=masked.positions[turn].flatten(),
+            spec_algorithm=compat.SpeculativeAlgorithm.DFLASH,
+            spec_info=self._runtime.block_input,
+            capture_hidden_mode=compat.CaptureHiddenMode.NULL,
+        )
+        return self._runtime.draft_runner.forward(forward_batch)
+
+    def plan_verify(self, block: DraftBlock) -> None:
+        runtime = self._runtime
+        if runtime.plan_stream is None:
+            # planned when it runs: the host's planning would only delay the draft pass
+            return
+        runtime.plan_stream.wait_stream(runtime.device_module.current_stream())
+        with runtime.device_module.stream(runtime.plan_stream):
+            self._plan_verify(block)
 
     def _plan_verify(self, block: DraftBlock) -> None:
         """Plan the verify pass; its tokens are read from the block when it runs."""
         runtime, batch = self._runtime, self._batch
+        requests, width = block.token_ids.shape
+        in_graph = runtime.rows_for(requests, width, self.context_bound)
+        padded = requests * width if in_graph is None else in_graph.graph_num_tokens
+        rows = runtime.buffers.verified.rows(requests * width, padded)
         verify_input = compat.DFlashVerifyInput(
-            draft_token=block.token_ids.flatten(),
-            positions=block.positions.flatten(),
-            draft_token_num=runtime.config.block_size,
+            draft_token=rows.token_ids,
+            positions=rows.positions,
+            draft_token_num=width,
             capture_hidden_mode=compat.CaptureHiddenMode.FULL,
+            ragged_verify_layout=in_graph,
         )
         BATCH.write(
             batch,
-            out_cache_loc=block.slots.flatten(),
+            out_cache_loc=rows.slots,
             seq_lens_cpu=self._lens_bound,
-            seq_lens_sum=int(self._lens_bound.sum()),
+            seq_lens_sum=self.context_bound,
         )
-        self.verify_batch, _ = verify_input.prepare_for_verify(batch, runtime.target_worker)
+        self.verify_batch, in_any_graph = verify_input.prepare_for_verify(
+            batch, runtime.target_worker
+        )
+        assert in_graph is None or in_any_graph, f"the graph of {in_graph} did not run"
 
     def verify_block(
         self, context: DraftContext, block: DraftBlock, plan: SamplingPlan | None
@@ -140,7 +180,7 @@ class BatchHost:
         )
         self._graph = graph = runtime.verify_graphs.outputs_of(self.target_result)
         output = self.target_result.logits_output
-        features = take_features(output)
+        features = self._used_rows(block, output)
         choices = None
         if plan is None:
             choices = runtime.row_sampler.choose(
@@ -157,6 +197,15 @@ class BatchHost:
             logits=output.next_token_logits if choices is None else None,
             logit_cap=runtime.verify_head.cap,
         )
+
+    @staticmethod
+    def _used_rows(block: DraftBlock, output: Any) -> Tensor:
+        """Return the features of the block's rows, and drop the padding's logits."""
+        rows = block.token_ids.numel()
+        features = take_features(output)
+        if output.next_token_logits is not None and output.next_token_logits.shape[0] > rows:
+            OUTPUT.write(output, next_token_logits=output.next_token_logits[:rows])
+        return features[:rows]
 
     def publish(self, new_lens: Tensor) -> None:
         if self._on_publish is not None:

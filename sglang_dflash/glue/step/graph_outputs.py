@@ -19,6 +19,9 @@ from sglang_dflash.glue import changes
 from sglang_dflash.glue.models.heads import BlockHead, VerifyHead
 from sglang_dflash.glue.step.draft_cache import DraftCache
 
+# requests up to which draft graphs contain the head: below, a step is too short for more launches
+HEAD_IN_GRAPH = 16
+
 
 @dataclass(frozen=True)
 class VerifyOutputs:
@@ -79,34 +82,52 @@ class DraftGraphOutputs:
 
 
 class DraftGraphs:
-    """The drafter's graphs, which end in the head's logits and its drafts."""
+    """The drafter's graphs, which end in the head's logits and its drafts, if they are few.
+
+    Larger graphs end in hidden states. With many requests few drafts of each are verified, and the
+    head, the most expensive part of drafting, then runs outside, on these only.
+    """
 
     def __init__(self, head: BlockHead) -> None:
         self._head = head
         self._outputs: DraftGraphOutputs | None = None
+        self._largest = 0  # requests of the largest graph; 0 without graphs
+        self._largest_with_head = 0
 
     def install(self, draft_runner: Any, *, max_requests: int, randomness: StepRandomness) -> None:
         """Add the tail to the graphs; call before any of them is captured."""
-        width = self._head.block_size - 1
-        drafts = torch.zeros(2, max_requests, width, dtype=torch.int64, device=draft_runner.device)
+        wanted = self._head.block_size - 1
+        drafts = torch.zeros(2, max_requests, wanted, dtype=torch.int64, device=draft_runner.device)
 
         def tail(runner: Any, output: Any, _forward_batch: Any, _num_tokens: int) -> None:
             hidden = output.hidden_states
             size = hidden.shape[0] // self._head.block_size
+            self._largest = max(runner.capture_bs)
+            if size > HEAD_IN_GRAPH:
+                return
             if self._outputs is None:
-                logits = self._head.allocate_logits(max(runner.capture_bs))
-                self._outputs = DraftGraphOutputs(drafts, logits)
+                # captured from the largest to the smallest
+                self._largest_with_head = size
+                self._outputs = DraftGraphOutputs(drafts, self._head.allocate_logits(size))
             outputs = self._outputs
-            out = outputs.logits[: size * width]
+            rows, out = self._head.masked_rows(hidden, wanted), outputs.logits[: size * wanted]
             noise = randomness.for_batch(size)
-            outputs.drafts[:, :size], _ = self._head.draft(hidden, noise, out)
+            outputs.drafts[:, :size], _ = self._head.draft(rows, noise, wanted=wanted, out=out)
 
         _end_graphs_with(tail, draft_runner, why="draft graphs also compute the head's choices")
 
+    def turns(self, requests: int) -> list[slice]:
+        """Split a batch into parts that fit into a graph: more requests may run than the largest
+        draft graph holds."""
+        size = self._largest or requests
+        return [slice(i, min(i + size, requests)) for i in range(0, requests, size)]
+
     def drafts_of(self, draft_result: Any, size: int) -> tuple[Tensor, Tensor | None] | None:
-        """Return the result of `BlockHead.draft` for `size` requests; None if the pass ran outside
-        a graph."""
-        if self._outputs is None or not draft_result.can_run_graph:
+        """Return the result of `BlockHead.draft` for whole blocks of `size` requests; None if the
+        pass ran outside a graph, or in one without the head."""
+        if self._outputs is None or size > self._largest_with_head:
+            return None
+        if not draft_result.can_run_graph:
             return None
         logits = self._head.logits_by_block(self._outputs.logits, size)
         return self._outputs.drafts[:, :size], logits

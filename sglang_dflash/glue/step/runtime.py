@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
@@ -14,6 +15,7 @@ from sglang_dflash.glue.sampling.penalties import PenaltyTable
 from sglang_dflash.glue.sampling.row_sampler import RowSampler
 from sglang_dflash.glue.step.draft_cache import DraftCache
 from sglang_dflash.glue.step.graph_outputs import DraftGraphs, VerifyGraphs
+from sglang_dflash.glue.step.verify_graphs import VerifyGraphRunner, VerifyRows
 from sglang_dflash.kernels import Ops
 
 
@@ -55,9 +57,24 @@ class DFlashRuntime:
             self.verify_head, self.draft_cache, block_size=config.block_size
         )
         self.draft_graphs = DraftGraphs(self.block_head)
+        self.buffers: StepBuffers
+        self._graphs: VerifyGraphRunner | None = None
         self.block_input = compat.DFlashVerifyInput(
             draft_token=None,
             positions=None,
             draft_token_num=config.block_size,
             capture_hidden_mode=compat.CaptureHiddenMode.NULL,
         )
+
+    def allocate(self, max_requests: int) -> None:
+        """Allocate the step's buffers, once it is known how many requests may run."""
+        self.buffers = StepBuffers(max_requests, self.config.block_size, self.draft_runner.device)
+
+    def use_graphs(self, graphs: VerifyGraphRunner) -> None:
+        """Verify in these graphs, once they are captured."""
+        self._graphs = graphs
+
+    def rows_for(self, requests: int, width: int, keys: int) -> VerifyRows | None:
+        """Return the rows of the verify graph for a batch with at most this many keys in its
+        prefixes; None if it runs outside our graphs."""
+        return None if self._graphs is None else self._graphs.rows_for(requests, width, keys)

@@ -12,29 +12,35 @@ from torch import Tensor
 
 import sglang_dflash
 from sglang_dflash import kernels
-from sglang_dflash.accept import Simulation
-from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.config import DFlashConfig
-from sglang_dflash.environment import Environment
+from sglang_dflash.costs import GraphCosts, LearntCosts
+from sglang_dflash.environment import WIDTH, Environment
 from sglang_dflash.glue import changes, compat, release
 from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 from sglang_dflash.glue.after_step.request_end import count_steps_in
 from sglang_dflash.glue.models.draft_model import DFlashDraftModel
 from sglang_dflash.glue.models.gemma4_layers import describe_layers, install_fused_layers
 from sglang_dflash.glue.models.verify_backend import (
+    OURS,
     describe_verify_attention,
     install_verify_attention,
     plan_in_graph,
 )
 from sglang_dflash.glue.models.weight_updates import TargetUpdates
 from sglang_dflash.glue.startup.server_args import resolve_config
+from sglang_dflash.glue.startup.width_args import why_full_blocks, why_one_width
 from sglang_dflash.glue.step.batch_host import BatchHost, take_features
+from sglang_dflash.glue.step.graph_times import time_step
 from sglang_dflash.glue.step.runtime import DFlashRuntime
 from sglang_dflash.glue.step.spec_input import DFlashState
+from sglang_dflash.glue.step.verify_graphs import VerifyGraphRunner, install_verify_graphs
+from sglang_dflash.glue.step.width_choice import WidthChoice
 from sglang_dflash.metrics import AcceptanceAlarm
 from sglang_dflash.policy import DraftPolicy
+from sglang_dflash.simulate import DrawnAcceptance, SteadyAcceptance
 from sglang_dflash.step import decode_step, prefill_step
 from sglang_dflash.types import DraftContext
+from sglang_dflash.width import WidthPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +73,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         )
         device_type = torch.device(self.device).type
         self.ops = kernels.choose(device_type)
-        length = self.config.simulated_accept_length
-        self.simulation = None if length is None else Simulation(length)
+        self.simulation = _simulation(self.config)
         alarm = AcceptanceAlarm.from_environment(Environment(), self.config.block_size)
         self.book = Bookkeeping(self.config.block_size, device_type, alarm)
         count_steps_in(self.book)
@@ -97,6 +102,9 @@ class DFlashWorker(compat.BaseSpecWorker):
             book=self.book,
         )
         self.verify_kernel = "not chosen yet"
+        # why every step verifies the same number of rows per request; None if it may change
+        self.one_width: str | None = "not chosen yet"
+        self.width = WidthChoice(self._width_policy(LearntCosts(self.config.block_size)))
         self.layers = install_fused_layers(target_worker.model_runner.model, self.ops)
         self.updates = TargetUpdates(target_worker, bundle.draft_model_runner)
 
@@ -109,6 +117,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             "verify_attention": self.verify_kernel,
             "layers": self.layers,
             "kernels": self.describe_kernels(),
+            "width": {**self.width.policy.snapshot(), "fixed_because": self.one_width},
             "alarm_below": self.book.alarm.threshold,
             **self.config.summary(),
         }
@@ -146,7 +155,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         )
         # row 0 of the slot table is never a request's, so its row count bounds any batch
         self.max_requests = req_to_token_pool.req_to_token.shape[0]
-        self.buffers = StepBuffers(self.max_requests, self.config.block_size, self.device)
+        self.runtime.allocate(self.max_requests)
         self.policy = DraftPolicy(self.max_requests, self.device)
         # before SGLang captures the target's graphs, which precede the drafter's
         self.runtime.verify_graphs.install(self.model_runner)
@@ -160,17 +169,58 @@ class DFlashWorker(compat.BaseSpecWorker):
             max_requests=self.max_requests,
             block_size=self.config.block_size,
         )
+        self._key_graphs_by_rows()
         if self.config.draft_backend in FLASH_BACKENDS:
             plan_in_graph(self.runtime.draft_runner.attn_backend)
         logger.info("sglang_dflash owns DFLASH: %s", self.describe())
+
+    def _key_graphs_by_rows(self) -> None:
+        """Let the target's graphs hold any number of rows per request, if our attention runs."""
+        server_args = self.model_runner.server_args
+        reason = why_full_blocks(server_args)
+        if reason is None and self.ops.verify_attention is not None:
+            if self.verify_kernel == OURS:
+                install_verify_graphs(self.model_runner)
+            else:
+                reason = f"{self.verify_kernel} verifies full blocks"
+        if reason is not None and self.config.width not in (None, self.config.block_size):
+            raise ValueError(f"{WIDTH}={self.config.width} cannot be served: {reason}. Unset it.")
+        self.one_width = why_one_width(server_args) or reason
 
     def init_cuda_graphs(self) -> None:
         self.runtime.draft_graphs.install(
             self.runtime.draft_runner,
             max_requests=self.max_requests,
-            randomness=self.buffers.randomness,
+            randomness=self.runtime.buffers.randomness,
         )
         super().init_cuda_graphs()
+        self._choose_widths()
+
+    def _choose_widths(self) -> None:
+        """Set up the choice of widths, once all graphs are captured."""
+        size = self.config.block_size
+        costs: GraphCosts | LearntCosts = LearntCosts(size)
+        target = self.model_runner.decode_cuda_graph_runner
+        draft = self.runtime.draft_runner.decode_cuda_graph_runner
+        if isinstance(target, VerifyGraphRunner):
+            self.runtime.use_graphs(target)
+            if draft is not None:
+                # a fixed width needs them, too: it must not leave the graphs
+                costs = time_step(self.runtime, target, draft)
+        self.width = WidthChoice(self._width_policy(costs))
+        self.book.clock.tell(self.width.has_time)
+
+    def _width_policy(self, costs: GraphCosts | LearntCosts) -> WidthPolicy:
+        fixed = self.config.width
+        if fixed is None and self.one_width is not None:
+            fixed = self.config.block_size
+        return WidthPolicy(self.config.block_size, costs, fixed=fixed)
+
+    def on_verify_complete_cpu(
+        self, num_correct_drafts_per_req: list[int], batch_size: int = 0
+    ) -> None:
+        """Learn from a step's result, which SGLang is about to process request by request."""
+        self.book.begin_result(self.width.has_result(num_correct_drafts_per_req))
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         """Leave the drafter as it is; SGLang has just updated the target."""
@@ -222,6 +272,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         if not info.is_all_greedy:
             self.policy.start(batch.req_pool_indices, info.temperatures.flatten())
         self.runtime.row_sampler.penalties.start(batch.reqs, result.next_token_ids)
+        self.width.prefilled()
         state = DFlashState(result.next_token_ids.long(), batch.seq_lens)
         RESULT.write(result, next_draft_input=state)
         return result
@@ -232,11 +283,13 @@ class DFlashWorker(compat.BaseSpecWorker):
             lens=batch.seq_lens,
             request_rows=batch.req_pool_indices,
         )
+        width = self.width.start(host.request_ids(), host.context_bound)
         commit = decode_step(
             host,
             self.ops,
             context,
-            buffers=self.buffers,
+            width=width,
+            buffers=self.runtime.buffers,
             policy=self.policy,
             config=self.config,
             simulation=self.simulation,
@@ -247,10 +300,17 @@ class DFlashWorker(compat.BaseSpecWorker):
             accept_lens=commit.lens,
             next_draft_input=DFlashState(commit.bonus, commit.new_lens),
             can_run_cuda_graph=host.target_result.can_run_cuda_graph,
-            speculative_num_draft_tokens=self.config.block_size,
+            speculative_num_draft_tokens=width,
             new_seq_lens=commit.new_lens,
             extra_keep_alive_refs=[host.verify_batch],
         )
+
+
+def _simulation(config: DFlashConfig) -> SteadyAcceptance | DrawnAcceptance | None:
+    if config.draws_acceptance:
+        return DrawnAcceptance(config.block_size)
+    length = config.simulated_accept_length
+    return None if length is None else SteadyAcceptance(length)
 
 
 def embed_all(batch: Any, embed: Callable[[Tensor], Tensor]) -> Tensor:

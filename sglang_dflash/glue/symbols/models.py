@@ -93,7 +93,7 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.layers.attention.triton_backend",
         "ForwardMetadata",
         attributes=names(
-            "kv_indices kv_indptr swa_out_cache_loc window_kv_indices window_kv_indptr"
+            "kv_indices kv_indptr qo_indptr swa_out_cache_loc window_kv_indices window_kv_indptr"
         ),
     ),
     "logit_capping_mod": Symbol(

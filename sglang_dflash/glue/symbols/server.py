@@ -17,7 +17,8 @@ SERVER_ARGS = """
     dcp_size enable_hierarchical_cache enable_memory_saver
     speculative_algorithm quantization min_free_slots_delay model_path host port attention_backend
     chunked_prefill_size enable_deterministic_inference enable_dp_attention grammar_backend
-    decode_log_interval
+    decode_log_interval cuda_graph_config disable_cuda_graph_padding enable_two_batch_overlap
+    enable_lora tp_size
 """
 
 SYMBOLS: dict[str, Symbol] = {
@@ -37,7 +38,10 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.server_args",
         "ServerArgs",
         tuple(SERVER_ARGS.split()),
-        attributes=names("get_model_config _resolved_attention_backends"),
+        attributes=names("get_model_config _resolved_attention_backends _cuda_graph_config_locked"),
+    ),
+    "PhaseConfig": Symbol(
+        "srt.model_executor.cuda_graph_config", "PhaseConfig", attributes=names("bs max_bs")
     ),
     "Engine": Symbol("srt.entrypoints.engine", "Engine", attributes=names("generate shutdown")),
     "resolved_view": Symbol("srt.arg_groups.overrides", "resolved_view", order=("server_args",)),
@@ -62,7 +66,7 @@ SYMBOLS: dict[str, Symbol] = {
     "ModelConfig": Symbol(
         "srt.configs.model_config",
         "ModelConfig",
-        attributes=names("hf_config model_path context_len vocab_size dtype"),
+        attributes=names("hf_config model_path context_len vocab_size dtype model_is_mrope"),
     ),
     "get_server_args": Symbol("srt.runtime_context", "get_server_args"),
     "get_parallel": Symbol("srt.runtime_context", "get_parallel"),
@@ -162,9 +166,10 @@ SYMBOLS: dict[str, Symbol] = {
         "Req",
         attributes=names(
             """custom_logit_processor decode_batch_idx finished finished_len grammar input_embeds kv
-            kv_committed_len origin_input_ids output_ids req_pool_idx return_hidden_states
-            sampling_params seqlen spec_num_correct_drafts spec_correct_drafts_histogram
-            spec_verify_ct to_finish tokenizer update_spec_correct_drafts_histogram"""
+            kv_committed_len origin_input_ids output_ids req_pool_idx return_hidden_states rid
+            sampling_params seqlen spec_num_cap_tokens spec_num_correct_drafts
+            spec_correct_drafts_histogram spec_verify_ct to_finish tokenizer
+            update_spec_correct_drafts_histogram"""
         ),
     ),
     "count_correct_drafts": Symbol(

@@ -16,6 +16,11 @@ SYMBOLS: dict[str, Symbol] = {
         "BaseSpecWorker.alloc_memory_pool",
         takes=names("memory_pool_config req_to_token_pool token_to_kv_pool_allocator"),
     ),
+    "on_verify_complete_cpu": Symbol(
+        "srt.speculative.base_spec_worker",
+        "BaseSpecWorker.on_verify_complete_cpu",
+        takes=names("num_correct_drafts_per_req batch_size"),
+    ),
     # arguments that the scheduler passes to the worker that ours replaces
     "worker_init": Symbol(
         "srt.speculative.dflash_worker_v2",
@@ -39,7 +44,10 @@ SYMBOLS: dict[str, Symbol] = {
     "DFlashVerifyInput": Symbol(
         "srt.speculative.dflash_info",
         "DFlashVerifyInput",
-        names("draft_token positions draft_token_num custom_mask capture_hidden_mode"),
+        names(
+            """draft_token positions draft_token_num custom_mask capture_hidden_mode
+            ragged_verify_layout"""
+        ),
     ),
     "prepare_for_verify": Symbol(
         "srt.speculative.dflash_info",
@@ -82,7 +90,8 @@ SYMBOLS: dict[str, Symbol] = {
         "ModelRunner",
         attributes=names(
             """attn_backend capture_tail_hooks check_weights decode_cuda_graph_runner device dtype
-            forward model model_config req_to_token_pool sampler token_to_kv_pool"""
+            forward model model_config req_to_token_pool sampler server_args token_to_kv_pool
+            _decode_cuda_graph_runner_cls"""
         ),
     ),
     "runner_forward": Symbol(
@@ -96,8 +105,41 @@ SYMBOLS: dict[str, Symbol] = {
     "DecodeCudaGraphRunner": Symbol(
         "srt.model_executor.runner.decode_cuda_graph_runner",
         "DecodeCudaGraphRunner",
-        attributes=("capture_bs",),
+        attributes=names(
+            """attn_backend backend buffers capture_bs capture_num_tokens captured_req_width max_bs
+            max_num_token ragged_verify_mode _make_graph_key"""
+        ),
         calls=("capture_hook(self, out, forward_batch, num_tokens)",),
+    ),
+    # methods that the runner of our verify graphs overrides
+    **{
+        name: Symbol(
+            "srt.model_executor.runner.decode_cuda_graph_runner",
+            f"DecodeCudaGraphRunner.{name}",
+            takes=takes,
+        )
+        for name, takes in {
+            "_autotune_buffers": (),
+            "_ragged_capture_slots": ("num_tokens",),
+            "_capture_ragged_verify_layout": ("num_tokens",),
+            "_stage_ragged_verify_layout": names("ragged_layout graph_size_key"),
+            "_can_run_ragged_verify_graph": names("forward_batch ragged_layout"),
+        }.items()
+    },
+    "graph_key": Symbol(
+        "srt.model_executor.runner.decode_cuda_graph_runner",
+        "DecodeCudaGraphRunner._make_graph_key",
+        order=("size",),
+    ),
+    "graph_replay": Symbol(
+        "srt.model_executor.runner_backend.full_cuda_graph_backend",
+        "FullCudaGraphBackend.replay",
+        order=names("shape_key static_forward_batch"),
+    ),
+    "DecodeInputBuffers": Symbol(
+        "srt.model_executor.runner_utils.buffers",
+        "DecodeInputBuffers",
+        attributes=names("seq_lens req_pool_indices"),
     ),
     "get_tp_group": Symbol("srt.distributed", "get_tp_group"),
     "GroupCoordinator": Symbol(
@@ -159,7 +201,7 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.mem_cache.allocation_sizing", "get_alloc_reserve_per_decode", order=("server_args",)
     ),
     "ReqToTokenPool": Symbol(
-        "srt.mem_cache.memory_pool", "ReqToTokenPool", attributes=("req_to_token",)
+        "srt.mem_cache.memory_pool", "ReqToTokenPool", attributes=names("req_to_token size")
     ),
     "allocator": Symbol(
         "srt.mem_cache.allocator.base",

@@ -1,7 +1,8 @@
 """Acceptance: one program per request counts the leading matches and lays out the commit.
 
 Layout contract: token_ids, choices and slots [b, B] contiguous, the rest [b] contiguous. No tensor
-is read on the host. WALK means that `num_correct` is None and not loaded.
+is read on the host. WALK means that `num_correct` is None and not loaded. The width is a runtime
+value: it may change from step to step, and a step must not wait for a compiler.
 """
 
 # mypy: allow-untyped-defs
@@ -13,23 +14,24 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_dflash.kernels.accept.reference import SCRATCH_SLOT
+from sglang_dflash.kernels.block_tile import block_of
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _accept_block(
     token_ids, choices, lens, slots, num_correct,
-    commit_lens, committed, bonus, new_lens, kept, scratch,
-    WALK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    commit_lens, committed, bonus, new_lens, kept, scratch, width,
+    WALK: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
     request = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    at = request * WIDTH + column
-    live = column < WIDTH
+    at = request * width + column
+    live = column < width
     choice = tl.load(choices + at, mask=live, other=0)
-    draft = tl.load(token_ids + at + 1, mask=column < WIDTH - 1, other=0)
-    wrong = (draft != choice) | (column >= WIDTH - 1)
+    draft = tl.load(token_ids + at + 1, mask=column < width - 1, other=0)
+    wrong = (draft != choice) | (column >= width - 1)
     # the first wrong column is the number of correct drafts
     count = tl.min(tl.where(wrong, column, BLOCK), 0)
     if not WALK:
@@ -58,8 +60,8 @@ def accept_block(
     bonus, new_lens = torch.empty_like(lens), torch.empty_like(lens)
     _accept_block[(requests,)](
         *(token_ids, choices, lens, slots, num_correct),
-        *(commit_lens, committed, bonus, new_lens, kept, SCRATCH_SLOT),
-        *(num_correct is None, width, triton.next_power_of_2(width)),
+        *(commit_lens, committed, bonus, new_lens, kept, SCRATCH_SLOT, width),
+        *(num_correct is None, block_of(width)),
         num_warps=1,
     )
     return commit_lens, committed, bonus, new_lens, kept

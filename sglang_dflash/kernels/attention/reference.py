@@ -58,12 +58,13 @@ def paged_attention(
 
 
 def verify_attention(
-    query: Tensor,  # [n * B, heads, d]
-    block_keys: Tensor,  # [n * B, kv_heads, d]
-    block_values: Tensor,  # [n * B, kv_heads, dv]
-    out: Tensor,  # [n * B, heads, dv], written
+    query: Tensor,  # [R, heads, d]
+    block_keys: Tensor,  # [R, kv_heads, d]
+    block_values: Tensor,  # [R, kv_heads, dv]
+    out: Tensor,  # [R, heads, dv], written
     key_cache: Tensor,  # [slots, kv_heads, d]
     value_cache: Tensor,  # [slots, kv_heads, dv]
+    row_indptr: Tensor,  # [n + 1] int, rows of each request
     kv_indptr: Tensor,  # [n + 1] int
     kv_indices: Tensor,  # [keys] int, slots of the prefixes
     *,
@@ -72,20 +73,22 @@ def verify_attention(
     value_scale: float = 1.0,
     window_left: int = -1,  # keys a row sees to its left, -1 for all
     logit_cap: float = 0.0,
-    slots: Tensor | None = None,  # [n * B] int, slots to also write the block's KV to
+    slots: Tensor | None = None,  # [R] int, slots to also write the block's KV to
 ) -> None:
-    """Attend from each block over its request's prefix and, causally, over the block itself.
+    """Attend from each request's rows over its prefix and, causally, over these rows themselves.
 
-    The scales dequantise the caches; the block's own keys and values are not scaled.
+    The scales dequantise the caches; the block's own keys and values are not scaled. Rows after the
+    last request's are padding: zeros are written for them, and nothing to their slots.
     """
+    bounds, row_bounds = kv_indptr.tolist(), row_indptr.tolist()
     if slots is not None:
-        key_cache[slots] = block_keys
-        value_cache[slots] = block_values
-    bounds = kv_indptr.tolist()
-    rows = query.shape[0] // (len(bounds) - 1)
+        used = row_bounds[-1]
+        key_cache[slots[:used]] = block_keys[:used]
+        value_cache[slots[:used]] = block_values[:used]
+    out[row_bounds[-1] :] = 0
     group = query.shape[1] // block_keys.shape[1]
     for i, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        block = slice(i * rows, (i + 1) * rows)
+        block = slice(row_bounds[i], row_bounds[i + 1])
         prefix = kv_indices[first:last].long()
         keys = torch.cat([key_cache[prefix].float() * key_scale, block_keys[block].float()])
         values = torch.cat([value_cache[prefix].float() * value_scale, block_values[block].float()])

@@ -1,4 +1,4 @@
-"""Verify attention: every block row over its request's prefix and its own block.
+"""Verify attention: every row of a block over its request's prefix and its own block.
 
 Fusion. One program reads a run of prefix keys and values once for all query heads of a KV head and
 all rows of the block (`group * B` packed rows, in tiles of `block_m`, the value dim split into
@@ -6,17 +6,22 @@ all rows of the block (`group * B` packed rows, in tiles of `block_m`, the value
 attends causally over the block's own keys. As in flash decoding, requests split into several runs
 write partial results with their log-sum-exp, which a second kernel merges.
 
-Work split. Lengths live on the device, so the grid cannot depend on them. The prefixes of the batch
-are split into runs of equal length, at least `min_run` keys and long enough that about
-`ctas_per_sm` programs per SM cover the batch, whatever its mix of lengths. Each program finds its
-request and keys from `kv_indptr`. With runs of at least `total / goal` keys, n requests have at
-most n + goal - 1 runs. Only the runs of split requests need scratch, at most 2 * goal of them.
+Work split. Lengths and verify widths live on the device, so the grid cannot depend on them. The
+prefixes of the batch are split into runs of equal length, at least `min_run` keys and long enough
+that about `ctas_per_sm` programs per SM cover the batch, whatever its mix of lengths. Each program
+finds its request and keys from `kv_indptr`. With runs of at least `total / goal` keys, n requests
+have at most n + goal - 1 runs. Only the runs of split requests need scratch, at most 2 * goal of
+them. The grid has a program for every run of full blocks with as many rows; a batch of more,
+narrower requests has more runs than that, which `goal` programs, one wave, then take in turn. In
+graphs of several blocks, requests of few rows have a launch of their own; the other one then finds
+nothing to do.
 
-Layout contract. n requests of B consecutive rows; the query heads of a KV head are adjacent. query
-[n * B, heads, d] and out [n * B, heads, dv], caches [slots, kv_heads, d] and [slots, kv_heads, dv]:
-dense except for the row or slot stride, as are block keys [n * B, kv_heads, d] and values
-[n * B, kv_heads, dv]. With `slots` the block's KV is also written to the caches, by the program
-that has just read it. kv_indptr [n + 1] int32 and kv_indices hold the slots of each prefix,
+Layout contract. n requests, each of 0 to B consecutive rows of the R rows, as `row_indptr` [n + 1]
+says; rows after the last request's are padding, for which zeros are written. The query heads of a
+KV head are adjacent. query [R, heads, d] and out [R, heads, dv], caches [slots, kv_heads, d] and
+[slots, kv_heads, dv]: dense except for the row or slot stride, as are block keys [R, kv_heads, d]
+and values [R, kv_heads, dv]. With `slots` the block's KV is also written to the caches, by the
+program that has just read it. kv_indptr [n + 1] int32 and kv_indices hold the slots of each prefix,
 excluding the block; a prefix may be empty. Under a sliding window, keys that no row can see may be
 missing from the front: positions are counted back from the end of the prefix.
 """
@@ -25,6 +30,7 @@ missing from the front: positions are counted back from the end of the prefix.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,7 +39,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_dflash.kernels import pdl
+from sglang_dflash.kernels.attention.merge import merge_runs
 from sglang_dflash.kernels.attention.tiles import (
+    NARROW_TILES,
     TILE_FP32,
     TILES,
     LayerShape,
@@ -48,35 +56,34 @@ from sglang_dflash.kernels.attention.tiles import (
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-# merge programs at large batch sizes: 16 per SM of an H200
-MERGE_PROGRAMS = 2112
-
-
 # fmt: off
 @triton.jit
-def _find_run(
-    kv_indptr, run, num_requests, goal, min_run,
-    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REQUESTS: tl.constexpr,
+def _count_runs(
+    row_indptr, kv_indptr, num_requests, goal, min_run, min_rows,
+    ROWS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REQUESTS: tl.constexpr,
 ):
     # fmt: on
-    """Return (request, run index within it, its run count, its first scratch row, keys per run).
+    """Return the number of runs of each request [BLOCK_REQUESTS], and the number of keys per run.
 
-    The request is `num_requests` or more if the batch has no run for this program.
+    A request of fewer than `min_rows` or more than ROWS rows has no run.
     """
     ids = tl.arange(0, BLOCK_REQUESTS)
     live = ids < num_requests
-    first = tl.load(kv_indptr + ids, mask=live, other=0)
-    keys = tl.load(kv_indptr + ids + 1, mask=live, other=0) - first
+    keys = _lengths(kv_indptr, ids, live)
     if WINDOW >= 0:
         keys = tl.minimum(keys, WINDOW)
+    rows = _lengths(row_indptr, ids, live)
+    is_ours = (rows >= min_rows) & (rows <= ROWS)
+    keys = tl.where(is_ours, keys, 0)
     size = tl.maximum(tl.cdiv(tl.sum(keys, 0), goal), min_run)
     size = tl.cdiv(size, BLOCK_N) * BLOCK_N
-    runs = tl.where(live, tl.maximum(tl.cdiv(keys, size), 1), 0)
-    request = tl.sum((tl.cumsum(runs, 0) <= run).to(tl.int32), 0)
-    index = run - tl.sum(tl.where(ids < request, runs, 0), 0)
-    count = tl.sum(tl.where(ids == request, runs, 0), 0)
-    scratch = tl.sum(tl.where((ids < request) & (runs > 1), runs, 0), 0)
-    return request, index, count, scratch, size
+    return tl.where(is_ours, tl.maximum(tl.cdiv(keys, size), 1), 0), size
+
+
+@triton.jit
+def _lengths(indptr, ids, live):
+    first = tl.load(indptr + ids, mask=live, other=0)
+    return (tl.load(indptr + ids + 1, mask=live, other=0) - first).to(tl.int32)
 
 
 @triton.jit
@@ -110,14 +117,15 @@ def _fold(acc, peak, total, scores, values):
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["num_requests", "goal", "min_run"])
+@triton.jit(do_not_specialize=["num_requests", "goal", "min_run", "min_rows", "first_entry"])
 def _attend_runs(
-    query, block_keys, block_values, out, key_cache, value_cache, kv_indptr, kv_indices,
-    partial_out,  # [scratch rows, kv_heads, group * B, dv] fp32
-    partial_lse,  # [scratch rows, kv_heads, group * B] fp32, base 2
-    plan,  # [n, 2] int32, first scratch row and run count of each request
-    slots_out,  # [n * B] int64
-    scale, key_scale, value_scale, num_requests, goal, min_run,
+    query, block_keys, block_values, out, key_cache, value_cache,
+    row_indptr, kv_indptr, kv_indices,
+    partial_out,  # [entries, dv] fp32; from `first_entry` on, [runs, kv_heads, group * ROWS]
+    partial_lse,  # [entries] fp32, base 2
+    plan,  # [n, 3] int32: first entry of each request, its number of runs, and ROWS
+    slots_out,  # [R] int64
+    scale, key_scale, value_scale, num_requests, goal, min_run, min_rows, first_entry,
     query_stride, out_stride, key_stride, value_stride, block_key_stride, block_value_stride,
     WRITES: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
@@ -131,128 +139,118 @@ def _attend_runs(
     part = tl.program_id(0) % DV_PARTS
     tile = tl.program_id(0) // DV_PARTS % TILES_M
     head = (tl.program_id(0) // (DV_PARTS * TILES_M)).to(tl.int64)
-    request, index, count, scratch, size = _find_run(
-        kv_indptr, tl.program_id(1), num_requests, goal, min_run, WINDOW, BLOCK_N, BLOCK_REQUESTS
+    runs, size = _count_runs(
+        row_indptr, kv_indptr, num_requests, goal, min_run, min_rows,
+        ROWS, WINDOW, BLOCK_N, BLOCK_REQUESTS,
     )
-    if request >= num_requests:
-        return
-
-    prefix_end = tl.load(kv_indptr + request + 1)
-    prefix = prefix_end - tl.load(kv_indptr + request)
-    if WINDOW >= 0:
-        prefix = tl.minimum(prefix, WINDOW)
-    begin = index * size
-    end = tl.minimum(begin + size, prefix)
-
-    packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = packed // GROUP
-    d = tl.arange(0, BLOCK_D)[None, :]
-    dv = part * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :]
-    packed_live = (packed < GROUP * ROWS)[:, None]
-    first_row = request.to(tl.int64) * ROWS
-    query_head = head * GROUP + packed % GROUP
-    query_at = (first_row + row) * query_stride + query_head * D
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    keys_at = key_cache + head * D + d
-    values_at = value_cache + head * DV + dv
-    slots_at = kv_indices + (prefix_end - prefix).to(tl.int64)
-    oldest = prefix + row - WINDOW
-    # slots are loaded one iteration ahead, so that key and value loads need not wait for them
-    n = begin + tl.arange(0, BLOCK_N)
-    slots = tl.load(slots_at + n, mask=n < end, other=0).to(tl.int64)
+    ids = tl.arange(0, BLOCK_REQUESTS)
+    ends = tl.cumsum(runs, 0)
     if PDL:
         # nothing read so far was written by this layer's kernels
         gdc_wait()
         gdc_launch_dependents()
-    if (tl.program_id(0) == 0) & (index == 0):
-        tl.store(plan + request * 2, scratch)
-        tl.store(plan + request * 2 + 1, count)
-    q = tl.load(query + query_at[:, None] + d, mask=packed_live & (d < D), other=0.0)
-    for start in range(begin, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        live = (n < end)[:, None]
-        k = tl.load(keys_at + slots[:, None] * key_stride, mask=live & (d < D), other=0.0)
-        v = tl.load(values_at + slots[:, None] * value_stride, mask=live & (dv < DV), other=0.0)
-        slots = tl.load(slots_at + n + BLOCK_N, mask=n + BLOCK_N < end, other=0).to(tl.int64)
-        scores = _score(q, k, n, end, oldest, scale * key_scale, WINDOW, LOGIT_CAP)
-        acc, peak, total = _fold(acc, peak, total, scores, v.to(q.dtype))
-    acc *= value_scale
+    # more runs than programs: one wave of programs takes them all, so that none waits for an SM
+    num_runs = tl.sum(runs, 0)
+    stride = tl.where(num_runs > tl.num_programs(1), goal, tl.num_programs(1))
+    end_run = tl.where(tl.program_id(1) < stride, num_runs, 0)
+    for run in range(tl.program_id(1), end_run, stride):
+        request = tl.sum((ends <= run).to(tl.int32), 0)
+        before = ids < request
+        index = run - tl.sum(tl.where(before, runs, 0), 0)
+        count = tl.sum(tl.where(ids == request, runs, 0), 0)
+        split_before = tl.sum(tl.where(before & (runs > 1), runs, 0), 0)
+        entry = first_entry + split_before * (KV_HEADS * GROUP * ROWS)
+        first_row = tl.load(row_indptr + request).to(tl.int64)
+        rows = (tl.load(row_indptr + request + 1) - first_row).to(tl.int32)
+        prefix_end = tl.load(kv_indptr + request + 1)
+        prefix = prefix_end - tl.load(kv_indptr + request)
+        if WINDOW >= 0:
+            prefix = tl.minimum(prefix, WINDOW)
+        if (tl.program_id(0) == 0) & (index == 0):
+            tl.store(plan + request * 3, entry)
+            tl.store(plan + request * 3 + 1, count)
+            tl.store(plan + request * 3 + 2, ROWS)
+        begin = index * size
+        end = tl.minimum(begin + size, prefix)
+        # a narrow request leaves the last tiles without a row
+        if tile * BLOCK_M < GROUP * rows:
+            packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+            row = packed // GROUP
+            d = tl.arange(0, BLOCK_D)[None, :]
+            dv = part * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :]
+            packed_live = packed < GROUP * rows
+            query_head = head * GROUP + packed % GROUP
+            query_at = (first_row + row) * query_stride + query_head * D
+            acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+            peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            keys_at = key_cache + head * D + d
+            values_at = value_cache + head * DV + dv
+            slots_at = kv_indices + (prefix_end - prefix).to(tl.int64)
+            oldest = prefix + row - WINDOW
+            # slots are loaded one iteration ahead, so that key and value loads need not wait
+            n = begin + tl.arange(0, BLOCK_N)
+            slots = tl.load(slots_at + n, mask=n < end, other=0).to(tl.int64)
+            q_live = packed_live[:, None] & (d < D)
+            q = tl.load(query + query_at[:, None] + d, mask=q_live, other=0.0)
+            for start in range(begin, end, BLOCK_N):
+                n = start + tl.arange(0, BLOCK_N)
+                live = (n < end)[:, None]
+                k = tl.load(keys_at + slots[:, None] * key_stride, mask=live & (d < D), other=0.0)
+                v = tl.load(
+                    values_at + slots[:, None] * value_stride, mask=live & (dv < DV), other=0.0
+                )
+                slots = tl.load(slots_at + n + BLOCK_N, mask=n + BLOCK_N < end, other=0)
+                slots = slots.to(tl.int64)
+                scores = _score(q, k, n, end, oldest, scale * key_scale, WINDOW, LOGIT_CAP)
+                acc, peak, total = _fold(acc, peak, total, scores, v.to(q.dtype))
+            acc *= value_scale
 
-    if index == count - 1:
-        column = tl.arange(0, BLOCK_ROWS)
-        token = (first_row + column)[:, None]
-        live = (column < ROWS)[:, None]
-        keys_from = block_keys + token * block_key_stride + head * D + d
-        values_from = block_values + token * block_value_stride + head * DV + dv
-        k = tl.load(keys_from, mask=live & (d < D), other=0.0)
-        v = tl.load(values_from, mask=live & (dv < DV), other=0.0)
-        # no race: no program of this launch reads a block's slots; compiled out without slots
-        if WRITES:  # noqa: SIM102
-            if tile == 0:
-                slot = tl.load(slots_out + first_row + column, mask=column < ROWS, other=0)[:, None]
-                tl.store(keys_at + slot * key_stride, k, mask=live & (d < D))
-                tl.store(values_at + slot * value_stride, v, mask=live & (dv < DV))
-        own = _score(q, k, column, row[:, None] + 1, row - WINDOW, scale, WINDOW, LOGIT_CAP)
-        acc, peak, total = _fold(acc, peak, total, own, v)
+            if index == count - 1:
+                column = tl.arange(0, BLOCK_ROWS)
+                token = (first_row + column)[:, None]
+                live = (column < rows)[:, None]
+                keys_from = block_keys + token * block_key_stride + head * D + d
+                values_from = block_values + token * block_value_stride + head * DV + dv
+                k = tl.load(keys_from, mask=live & (d < D), other=0.0)
+                v = tl.load(values_from, mask=live & (dv < DV), other=0.0)
+                # no race: no program of this launch reads a block's slots; compiled out without
+                # slots
+                if WRITES:  # noqa: SIM102
+                    if tile == 0:
+                        slot = tl.load(slots_out + first_row + column, mask=column < rows, other=0)
+                        slot = slot[:, None]
+                        tl.store(keys_at + slot * key_stride, k, mask=live & (d < D))
+                        tl.store(values_at + slot * value_stride, v, mask=live & (dv < DV))
+                own = _score(q, k, column, row[:, None] + 1, row - WINDOW, scale, WINDOW, LOGIT_CAP)
+                acc, peak, total = _fold(acc, peak, total, own, v)
 
-    # a row that sees no key of this run: zeros and an lse of -inf, so that its weight is zero
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    store_live = packed_live & (dv < DV)
-    if count == 1:
-        out_at = (first_row + row) * out_stride + query_head * DV
-        tl.store(out + out_at[:, None] + dv, acc.to(out.dtype.element_ty), mask=store_live)
-    else:
-        partial_at = ((scratch + index) * KV_HEADS + head) * (GROUP * ROWS) + packed
-        tl.store(partial_out + partial_at[:, None] * DV + dv, acc, mask=store_live)
-        tl.store(partial_lse + partial_at, peak + tl.log2(total), mask=packed < GROUP * ROWS)
+            # a row that sees no key of this run: zeros and an lse of -inf, so its weight is zero
+            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+            store_live = packed_live[:, None] & (dv < DV)
+            if count == 1:
+                out_at = (first_row + row) * out_stride + query_head * DV
+                tl.store(out + out_at[:, None] + dv, acc.to(out.dtype.element_ty), mask=store_live)
+            else:
+                partial_at = entry + (index * KV_HEADS + head) * (GROUP * ROWS) + packed
+                tl.store(partial_out + partial_at[:, None] * DV + dv, acc, mask=store_live)
+                tl.store(partial_lse + partial_at, peak + tl.log2(total), mask=packed_live)
 
 
-# fmt: off
-@triton.jit(do_not_specialize=["rows_per_program"])
-def _merge_runs(
-    partial_out, partial_lse, plan, out, out_stride, rows_per_program,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_RUNS: tl.constexpr, PDL: tl.constexpr,
-):
-    # fmt: on
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    request = tl.program_id(1).to(tl.int64)
-    scratch = tl.load(plan + request * 2)
-    count = tl.load(plan + request * 2 + 1)
-    if count == 1:
-        return
-    rows = KV_HEADS * GROUP * ROWS
-    dv = tl.arange(0, BLOCK_DV)
-    first = tl.program_id(0) * rows_per_program
-    for row in range(first, tl.minimum(first + rows_per_program, rows)):
-        acc = tl.zeros([BLOCK_DV], tl.float32)
-        total = 0.0
-        peak = float("-inf")
-        for start in range(0, count, BLOCK_RUNS):
-            run = start + tl.arange(0, BLOCK_RUNS)
-            at = (scratch + run).to(tl.int64) * rows + row
-            lse = tl.load(partial_lse + at, mask=run < count, other=float("-inf"))
-            live = (run < count)[:, None] & (dv < DV)[None, :]
-            part = tl.load(partial_out + at[:, None] * DV + dv[None, :], mask=live, other=0.0)
-            new_peak = tl.maximum(peak, tl.max(lse, 0))
-            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weights = tl.exp2(lse - base)
-            shrink = tl.exp2(peak - base)
-            acc = acc * shrink + tl.sum(part * weights[:, None], 0)
-            total = total * shrink + tl.sum(weights, 0)
-            peak = new_peak
-        packed = row % (GROUP * ROWS)
-        query_head = row // (GROUP * ROWS) * GROUP + packed % GROUP
-        out_at = (request * ROWS + packed // GROUP) * out_stride + query_head * DV
-        tl.store(out + out_at + dv, (acc / total).to(out.dtype.element_ty), mask=dv < DV)
+class Launch(NamedTuple):
+    """One launch of the kernel: for requests of up to `rows` rows."""
+
+    tile: Tile
+    rows: int
+    goal: int  # runs per batch; each takes a program per KV head, row tile and value part
+    entries: int  # of scratch, at most
 
 
 class VerifyAttention:
     """The kernel with its scratch, for every kind of layer in a model.
+
+    Requests of few rows have a launch of their own, with smaller tiles, of which more are resident:
+    a tile of 64 rows for two would keep too few loads in flight. A single block has one launch.
 
     Scratch is shared by all layers, so calls must be ordered on one stream. Calls neither allocate
     nor read tensors on the host, and launches do not depend on lengths: safe under CUDA graphs.
@@ -268,6 +266,7 @@ class VerifyAttention:
         device: torch.device | str,
         num_sms: int | None = None,  # queried from the device if not given
         tiles: Mapping[int, Tile] | None = None,
+        narrow_tiles: Mapping[int, Tile] | None = None,
     ) -> None:
         self.max_requests = max_requests
         self.block_size = block_size
@@ -276,19 +275,29 @@ class VerifyAttention:
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         if tiles is None:
             tiles = dict.fromkeys(TILES, TILE_FP32) if dtype == torch.float32 else TILES
+        if narrow_tiles is None:
+            narrow_tiles = {} if dtype == torch.float32 else NARROW_TILES
         assert all(can_serve(s, tiles) for s in shapes), f"no tile for one of {shapes}"
-        self.tiles = {s: tiles[tile_dim(s, tiles)] for s in shapes}
-        # target runs per batch; each takes a program per KV head, row tile and value part
-        self.goals = {}
-        for s, tile in self.tiles.items():
-            shared = count_row_tiles(s, tile, block_size) * count_value_parts(s, tile)
-            programs = s.num_kv_heads * shared
-            self.goals[s] = max(1, tile.ctas_per_sm * num_sms // programs)
-        rows = {s: 2 * goal * s.num_q_heads * block_size for s, goal in self.goals.items()}
-        size = max(rows[s] * s.v_head_dim for s in shapes)
+
+        def plan_launch(shape: LayerShape, tile: Tile, rows: int) -> Launch:
+            programs = count_row_tiles(shape, tile, rows) * count_value_parts(shape, tile)
+            goal = max(1, tile.ctas_per_sm * num_sms // (shape.num_kv_heads * programs))
+            return Launch(tile, rows, goal, 2 * goal * shape.num_q_heads * rows)
+
+        self.wide, self.narrow = {}, {}
+        for shape in shapes:
+            self.wide[shape] = plan_launch(shape, tiles[tile_dim(shape, tiles)], block_size)
+            tile = narrow_tiles.get(tile_dim(shape, tiles))
+            rows = 0 if tile is None else tile.block_m * shape.num_kv_heads // shape.num_q_heads
+            if tile is not None and 0 < rows < block_size:
+                self.narrow[shape] = plan_launch(shape, tile, rows)
+        entries = {s: wide.entries for s, wide in self.wide.items()}
+        for shape, narrow in self.narrow.items():
+            entries[shape] += narrow.entries
+        size = max(entries[s] * s.v_head_dim for s in shapes)
         self.partial_out = torch.empty(size, dtype=torch.float32, device=device)
-        self.partial_lse = torch.empty(max(rows.values()), dtype=torch.float32, device=device)
-        self.plan = torch.empty(max_requests, 2, dtype=torch.int32, device=device)
+        self.partial_lse = torch.empty(max(entries.values()), dtype=torch.float32, device=device)
+        self.plan = torch.empty(max_requests, 3, dtype=torch.int32, device=device)
 
     def fits(self, query: Tensor, keys: Tensor, values: Tensor, *caches: Tensor) -> bool:
         """Return whether a layer's tensors, each [n, heads, dim], match what this was built for."""
@@ -299,7 +308,7 @@ class VerifyAttention:
         return (
             dense
             and LayerShape(query.shape[1], keys.shape[1], query.shape[2], values.shape[2])
-            in self.tiles
+            in self.wide
             and query.shape[0] <= self.max_requests * self.block_size
             and query.dtype == keys.dtype == values.dtype == self.dtype
             and [x.shape[1:] for x in caches] == [keys.shape[1:], values.shape[1:]]
@@ -307,12 +316,13 @@ class VerifyAttention:
 
     def run(
         self,
-        query: Tensor,  # [n * B, heads, d]
-        block_keys: Tensor,  # [n * B, kv_heads, d]
-        block_values: Tensor,  # [n * B, kv_heads, dv]
-        out: Tensor,  # [n * B, heads, dv], written
+        query: Tensor,  # [R, heads, d]
+        block_keys: Tensor,  # [R, kv_heads, d]
+        block_values: Tensor,  # [R, kv_heads, dv]
+        out: Tensor,  # [R, heads, dv], written
         key_cache: Tensor,  # [slots, kv_heads, d]
         value_cache: Tensor,  # [slots, kv_heads, dv]
+        row_indptr: Tensor,  # [n + 1] int, rows of each request
         kv_indptr: Tensor,  # [n + 1] int32
         kv_indices: Tensor,  # [keys] int64, slots of the prefixes
         *,
@@ -321,54 +331,70 @@ class VerifyAttention:
         value_scale: float = 1.0,
         window_left: int = -1,
         logit_cap: float = 0.0,
-        slots: Tensor | None = None,  # [n * B] int64, slots to also write the block's KV to
+        slots: Tensor | None = None,  # [R] int64, slots to also write the block's KV to
     ) -> None:
         """Triton version of `reference.verify_attention`."""
-        n = kv_indptr.shape[0] - 1
-        rows = query.shape[0] // n
         shape = LayerShape(query.shape[1], block_keys.shape[1], query.shape[2], out.shape[2])
-        tile, goal = self.tiles[shape], self.goals[shape]
-        tiles_m, parts = count_row_tiles(shape, tile, rows), count_value_parts(shape, tile)
-        layout = {
-            "KV_HEADS": shape.num_kv_heads,
-            "GROUP": shape.num_q_heads // shape.num_kv_heads,
-            "ROWS": rows,
-            "DV": shape.v_head_dim,
-        }
-        _attend_runs[(shape.num_kv_heads * tiles_m * parts, n + goal - 1)](
-            *(query, block_keys, block_values, out, key_cache, value_cache, kv_indptr, kv_indices),
+        wide, narrow = self.wide[shape], self.narrow.get(shape)
+        rows = (query, block_keys, block_values, out)
+        tensors = (*rows, key_cache, value_cache, row_indptr, kv_indptr, kv_indices)
+        options = {"WINDOW": window_left, "LOGIT_CAP": logit_cap}
+        scales = (scale, key_scale, value_scale)
+        blocks = triton.cdiv(query.shape[0], self.block_size)
+        if blocks == 1 or narrow is None:
+            self._launch(wide, blocks + wide.goal - 1, shape, tensors, slots, scales, options)
+        else:
+            programs = blocks + wide.goal - 1
+            least = narrow.rows + 1
+            self._launch(wide, programs, shape, tensors, slots, scales, options, least=least)
+            self._launch(
+                *(narrow, narrow.goal, shape, tensors, slots, scales, options),
+                first_entry=wide.entries,
+            )
+        merge_runs(
             *(self.partial_out, self.partial_lse, self.plan),
-            *(slots, scale, key_scale, value_scale, n, goal, tile.min_run),
+            row_indptr,
+            out,
+            kv_heads=shape.num_kv_heads,
+        )
+
+    def _launch(
+        self,
+        launch: Launch,
+        programs: int,
+        shape: LayerShape,
+        tensors: tuple[Tensor, ...],
+        slots: Tensor | None,
+        scales: tuple[float, float, float],
+        options: dict[str, Any],
+        *,
+        least: int = 1,
+        first_entry: int = 0,
+    ) -> None:
+        query, block_keys, block_values, out, key_cache, value_cache, _, kv_indptr, _ = tensors
+        n = kv_indptr.shape[0] - 1
+        tile = launch.tile
+        tiles_m, parts = count_row_tiles(shape, tile, launch.rows), count_value_parts(shape, tile)
+        _attend_runs[(shape.num_kv_heads * tiles_m * parts, programs)](
+            *(*tensors, self.partial_out, self.partial_lse, self.plan),
+            *(slots, *scales, n, launch.goal, tile.min_run, least, first_entry),
             *(x.stride(0) for x in (query, out, key_cache, value_cache, block_keys, block_values)),
-            **layout,
+            **options,
             WRITES=slots is not None,
+            KV_HEADS=shape.num_kv_heads,
+            GROUP=shape.num_q_heads // shape.num_kv_heads,
+            ROWS=launch.rows,
             D=shape.head_dim,
-            WINDOW=window_left,
-            LOGIT_CAP=logit_cap,
+            DV=shape.v_head_dim,
             TILES_M=tiles_m,
             DV_PARTS=parts,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
-            BLOCK_ROWS=padded(rows),
+            BLOCK_ROWS=padded(launch.rows),
             BLOCK_D=padded(shape.head_dim),
             BLOCK_DV=padded(shape.v_head_dim) // parts,
             BLOCK_REQUESTS=padded(n),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-            **pdl.launch_options(out.device.type),
-        )
-        # a goal of one run splits no request
-        if goal > 1:
-            self._merge(out, shape, n, layout)
-
-    def _merge(self, out: Tensor, shape: LayerShape, n: int, layout: dict[str, int]) -> None:
-        heads_rows = shape.num_q_heads * layout["ROWS"]
-        # one program per row if rows are few; fewer where most requests are not split anyway
-        per_program = max(1, n * heads_rows // MERGE_PROGRAMS)
-        _merge_runs[(triton.cdiv(heads_rows, per_program), n)](
-            *(self.partial_out, self.partial_lse, self.plan, out, out.stride(0), per_program),
-            **layout,
-            BLOCK_DV=padded(shape.v_head_dim),
-            BLOCK_RUNS=16,
             **pdl.launch_options(out.device.type),
         )

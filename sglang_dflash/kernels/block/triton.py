@@ -11,22 +11,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sglang_dflash.kernels.block_tile import block_of
+
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _build_block(
     anchors, lens, request_rows, slot_table, token_ids, positions, slots,
-    slot_stride, mask_token_id, last_position,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    slot_stride, mask_token_id, last_position, width,
+    BLOCK: tl.constexpr,
 ):
     # fmt: on
     request = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    live = column < WIDTH
+    live = column < width
     length = tl.load(lens + request).to(tl.int64)
     row = tl.load(request_rows + request).to(tl.int64)
     anchor = tl.load(anchors + request)
-    at = request * WIDTH + column
+    at = request * width + column
     slot = tl.load(slot_table + row * slot_stride + length + column, mask=live, other=0)
     tl.store(token_ids + at, tl.where(column == 0, anchor, mask_token_id), mask=live)
     tl.store(positions + at, tl.minimum(length + column, last_position), mask=live)
@@ -49,8 +51,7 @@ def build_block(
     requests, width = token_ids.shape
     _build_block[(requests,)](
         *(anchors, lens, request_rows, slot_table, token_ids, positions, slots),
-        *(slot_table.stride(0), mask_token_id, last_position),
-        WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        *(slot_table.stride(0), mask_token_id, last_position, width),
+        BLOCK=block_of(width),
         num_warps=1,
     )

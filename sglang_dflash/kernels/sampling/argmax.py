@@ -32,7 +32,7 @@ BLOCK = 4096
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["per_request"])
 def _argmax_parts(
     logits, keys, scales, values, indices, row_stride, key_stride, per_request, width, part_width,
     LOGIT_CAP: tl.constexpr, NOISE: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr,

@@ -6,8 +6,9 @@ a Gumbel-max draw from it, and the overlap of the two distributions. No probabil
 memory. A row is split into parts; between and after the passes, one program per request merges the
 parts, computes the acceptance of each prefix, and accepts or rejects the drafts.
 
-Layout contract: logits [b, B, V] and draft_logits [b, B - 1, V] with unit column stride.
-NaN has no mass, and a request without noise is greedy.
+Layout contract: logits [b, rows, V] and draft_logits [b, rows - 1, V] with unit column stride. The
+number of rows, the verify width, is a runtime value: it may change from step to step. NaN has no
+mass, and a request without noise is greedy.
 """
 
 # mypy: allow-untyped-defs
@@ -19,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_dflash.kernels.accept.reference import COUNT_MATCHES
+from sglang_dflash.kernels.block_tile import block_of
 from sglang_dflash.kernels.logits.reference import Noise
 from sglang_dflash.kernels.logits.triton import (
     capped,
@@ -46,7 +48,7 @@ def _scaled(x, temperature, LOGIT_CAP: tl.constexpr):
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _sum_parts(
     logits, scales, peaks, sums, request_stride, row_stride, rows, width, part_width,
     LOGIT_CAP: tl.constexpr, BLOCK: tl.constexpr,
@@ -85,13 +87,13 @@ def _merge(peaks, sums, at, live):
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _prefix_acceptance(
     logits, draft_logits, drafts, argmax_drafts, scales, is_sampled,
     p_peaks, p_sums, q_peaks, q_sums, p_lses, q_lses, acceptance, argmax_ps,
     p_request_stride, p_row_stride, q_request_stride, q_row_stride, drafts_stride,
-    argmax_stride, parts,
-    B: tl.constexpr, LOGIT_CAP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    argmax_stride, parts, rows,
+    LOGIT_CAP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):
     # fmt: on
     """Store each row's log-sum-exps, the acceptance `a` of its prefix, and the target's
@@ -100,11 +102,11 @@ def _prefix_acceptance(
     temperature = tl.load(scales + request)
     if temperature > 0:
         row, part = tl.arange(0, ROWS), tl.arange(0, PARTS)
-        is_row, is_draft = row < B, row < B - 1
+        is_row, is_draft = row < rows, row < rows - 1
         live = part[None, :] < parts
-        at = (request * B + row)[:, None] * parts + part[None, :]
+        at = (request * rows + row)[:, None] * parts + part[None, :]
         p_lse = _merge(p_peaks, p_sums, at, live & is_row[:, None])
-        at = (request * (B - 1) + row)[:, None] * parts + part[None, :]
+        at = (request * (rows - 1) + row)[:, None] * parts + part[None, :]
         q_lse = _merge(q_peaks, q_sums, at, live & is_draft[:, None])
         of_p = logits + request * p_request_stride + row * p_row_stride
         of_q = draft_logits + request * q_request_stride + row * q_row_stride
@@ -123,7 +125,7 @@ def _prefix_acceptance(
         below = row[None, :] <= row[:, None]
         highest = tl.max(tl.where(below, total[None, :], LOWEST), 1)
         a = tl.where(sampled, tl.exp(total - tl.maximum(highest, 0.0)), 1.0)
-        out = request * B + row
+        out = request * rows + row
         tl.store(p_lses + out, p_lse, mask=is_row)
         # a huge lse makes q = 0 in the second pass: nothing is subtracted
         tl.store(q_lses + out, tl.where(is_draft & (q_lse > LOWEST), q_lse, -LOWEST), mask=is_row)
@@ -132,18 +134,18 @@ def _prefix_acceptance(
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _draw_parts(
     logits, draft_logits, keys, scales, is_sampled, p_lses, q_lses, acceptance,
     residual_masses, overlap_masses, values, indices,
     p_request_stride, p_row_stride, q_request_stride, q_row_stride, key_stride,
-    width, part_width,
-    B: tl.constexpr, LOGIT_CAP: tl.constexpr, BLOCK: tl.constexpr,
+    width, part_width, rows,
+    LOGIT_CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
     """Store each part's residual mass, the draw from its residual, and its overlap mass."""
     at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    request, row = at // B, at % B
+    request, row = at // rows, at % rows
     logits += request * p_request_stride + row * p_row_stride
     draft_logits += request * q_request_stride + row * q_row_stride
     temperature = tl.load(scales + request)
@@ -162,7 +164,7 @@ def _draw_parts(
         x = _scaled(raw, tl.where(temperature > 0, temperature, 1.0), LOGIT_CAP)
         if temperature > 0:
             p = tl.exp(x - p_lse)
-            raw = tl.load(draft_logits + column, mask=live & (row < B - 1), other=float("nan"))
+            raw = tl.load(draft_logits + column, mask=live & (row < rows - 1), other=float("nan"))
             q = tl.exp(_scaled(raw, temperature, LOGIT_CAP) - q_lse)
             overlap_mass += tl.minimum(p, q)
             residual = tl.maximum(a * p - tl.where(sampled, q, 0.0), 0.0)
@@ -178,19 +180,19 @@ def _draw_parts(
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _accept_or_reject(
     drafts, uniforms, scales, is_sampled, acceptance, argmax_ps,
     residual_masses, overlap_masses, values, indices,
-    choices, num_correct, advantage, drafts_stride, uniforms_stride, parts,
-    B: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    choices, num_correct, advantage, drafts_stride, uniforms_stride, parts, rows,
+    ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):
     # fmt: on
     """Accept or reject the drafts of a request."""
     request = tl.program_id(0).to(tl.int64)
     row, part = tl.arange(0, ROWS), tl.arange(0, PARTS)
-    is_row, is_draft = row < B, row < B - 1
-    at = (request * B + row)[:, None] * parts + part[None, :]
+    is_row, is_draft = row < rows, row < rows - 1
+    at = (request * rows + row)[:, None] * parts + part[None, :]
     live = is_row[:, None] & (part[None, :] < parts)
     value = tl.load(values + at, mask=live, other=float("-inf"))
     index = tl.load(indices + at, mask=live, other=0)
@@ -201,10 +203,10 @@ def _accept_or_reject(
     if tl.load(scales + request) > 0:
         s = tl.sum(tl.load(residual_masses + at, mask=live, other=0.0), 1)
         overlap_mass = tl.sum(tl.load(overlap_masses + at, mask=live, other=0.0), 1)
-        at_row = request * B + row
+        at_row = request * rows + row
         a = tl.load(acceptance + at_row, mask=is_row, other=0.0)
         argmax_p = tl.load(argmax_ps + at_row, mask=is_draft, other=0.0)
-        tl.store(advantage + request * (B - 1) + row, overlap_mass - argmax_p, mask=is_draft)
+        tl.store(advantage + request * (rows - 1) + row, overlap_mass - argmax_p, mask=is_draft)
         if tl.load(is_sampled + request):
             is_later = is_row & (row > 0)
             at_draft = request * uniforms_stride + row - 1
@@ -213,8 +215,9 @@ def _accept_or_reject(
             kept = tl.max(tl.where(is_later & (probability > uniform), row, 0), 0)
             choice = tl.where(row < kept, draft.to(tl.int32), choice)
     else:
-        tl.store(advantage + request * (B - 1) + row, tl.zeros([ROWS], tl.float32), mask=is_draft)
-    tl.store(choices + request * B + row, choice.to(tl.int64), mask=is_row)
+        none = tl.zeros([ROWS], tl.float32)
+        tl.store(advantage + request * (rows - 1) + row, none, mask=is_draft)
+    tl.store(choices + request * rows + row, choice.to(tl.int64), mask=is_row)
     tl.store(num_correct + request, kept)
 
 
@@ -236,7 +239,7 @@ def reject_by_block(
     choices = torch.empty(requests, rows, dtype=torch.int64, device=device)
     num_correct = torch.empty(requests, dtype=torch.int32, device=device)
     advantage = torch.empty(requests, rows - 1, device=device)
-    size = {"ROWS": triton.next_power_of_2(rows), "PARTS": triton.next_power_of_2(parts)}
+    size = {"ROWS": block_of(rows), "PARTS": triton.next_power_of_2(parts)}
     scan = {"LOGIT_CAP": logit_cap, "BLOCK": BLOCK, "num_warps": 4}
     strides = (logits.stride(0), logits.stride(1), draft_logits.stride(0), draft_logits.stride(1))
     _sum_parts[(requests * rows, parts)](
@@ -250,23 +253,20 @@ def reject_by_block(
     _prefix_acceptance[(requests,)](
         *(logits, draft_logits, drafts, argmax_drafts, noise.scales, is_sampled),
         *(p_peaks, p_sums, q_peaks, q_sums, p_lses, q_lses, acceptance, argmax_ps),
-        *(*strides, drafts.stride(0), argmax_drafts.stride(0), parts),
-        B=rows,
+        *(*strides, drafts.stride(0), argmax_drafts.stride(0), parts, rows),
         LOGIT_CAP=logit_cap,
         **size,
     )
     _draw_parts[(requests * rows, parts)](
         *(logits, draft_logits, noise.keys, noise.scales, is_sampled, p_lses, q_lses, acceptance),
         *(residual_masses, overlap_masses, values, indices),
-        *(*strides, noise.keys.stride(0), width, part_width),
-        B=rows,
+        *(*strides, noise.keys.stride(0), width, part_width, rows),
         **scan,
     )
     _accept_or_reject[(requests,)](
         *(drafts, uniforms, noise.scales, is_sampled, acceptance, argmax_ps),
         *(residual_masses, overlap_masses, values, indices, choices, num_correct, advantage),
-        *(drafts.stride(0), uniforms.stride(0), parts),
-        B=rows,
+        *(drafts.stride(0), uniforms.stride(0), parts, rows),
         **size,
     )
     return choices, num_correct, advantage

@@ -153,7 +153,7 @@ def _gather_above(
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["per_request"])
 def _gather(
     logits, temperatures, top_ks, values, indices, peaks, sums, keys, scales,
     row_stride, key_stride, width, per_request,
@@ -205,7 +205,7 @@ def _gather(
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["per_request"])
 def _draw(
     values, indices, peaks, sums, top_ks, top_ps, keys, scales, out, key_stride, per_request,
     CANDIDATES: tl.constexpr, PAIRS: tl.constexpr,

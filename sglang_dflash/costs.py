@@ -1,0 +1,220 @@
+"""What a step costs, by requests, verify width and context: timed or learnt, in milliseconds."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from operator import mul
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+# each graph remembers this many measurements, and starts with its timing as if seen this often
+MEMORY_MEASUREMENTS, TIMING_WEIGHT = 256, 8.0
+SMALLEST_CORRECTION, LARGEST_CORRECTION = 0.5, 2.0
+# shorter contexts say little about the cost of a token: a wrong timing explains as much
+TELLING_CONTEXT = 2000
+# most that a token of context may cost, as a share of the fastest step; models have 1e-5 to 3e-5
+MOST_PER_TOKEN = 1e-4
+# a measurement this far off is an accident, unless it happens this often in a row
+STRANGE_RATIO, PERSISTENT = 3.0, 8
+# a step takes some time in any case
+SHORTEST_MS = 1e-3
+# steps and widths to see before learnt costs mean anything
+ENOUGH_STEPS, ENOUGH_WIDTHS = 8, 3
+
+
+class GraphCosts:
+    """Device time of a step from timed CUDA graphs, corrected while serving.
+
+    Ridge regression of measured / timed on context / timed, with an intercept for each verify
+    graph that is drawn to 1: contexts change slowly, so either could explain a slow step alone.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        verify_ms: Mapping[int, float],  # by rows
+        draft_ms: Mapping[int, float],  # by requests
+        head_ms: Mapping[int, float] | None = None,  # by drafts, where it is not part of the graph
+        head_in_graph: int = 1 << 30,  # requests up to which it is
+    ) -> None:
+        self._block_size = block_size
+        timed_heads = sorted((head_ms or {0: 0.0}).items())
+        self._head_drafts = [float(drafts) for drafts, _ in timed_heads]
+        self._head_ms = [ms for _, ms in timed_heads]
+        self._head_in_graph = head_in_graph
+        self._verify = sorted(verify_ms.items())
+        self._draft = sorted(draft_ms.items())
+        self._timed: dict[int, tuple[Floats, NDArray[np.intp]]] = {}
+        # by graph, decayed: count, and sums of x, y, x * x, x * y; y is measured / timed - 1
+        self._sums = [(0.0, 0.0, 0.0, 0.0, 0.0)] * len(self._verify)
+        # what each graph adds to the line: a correction at no context, and its fall per ms a token
+        self._level = np.ones(len(self._verify))
+        self._slope = np.zeros(len(self._verify))
+        self._fastest = self._verify[0][1]
+        self._xx, self._xy = TIMING_WEIGHT * (TELLING_CONTEXT / self._fastest) ** 2, 0.0
+        self._accidents = _Accidents()
+        self.ms_per_token = 0.0
+
+    def step_ms(self, requests: int, context: int) -> Floats:
+        """Return [B]: ms of a step at widths 1 to B, inf where no verify graph is large enough.
+
+        `context` counts the tokens of the whole batch.
+        """
+        timed, graphs = self._timings(requests)
+        ms = self._corrections(graphs)
+        ms *= timed
+        ms += context * self.ms_per_token
+        return ms
+
+    def record(self, requests: int, width: int, context: int, ms: float) -> None:
+        """Learn from a step's measured device time."""
+        timings, graphs = self._timings(requests)
+        timed, graph = float(timings[width - 1]), int(graphs[width - 1])
+        if not math.isfinite(timed):
+            return
+        correction = float(self._level[graph]) - self.ms_per_token * float(self._slope[graph])
+        correction = min(max(correction, SMALLEST_CORRECTION), LARGEST_CORRECTION)
+        if self._accidents.has(graph, ms / (timed * correction + context * self.ms_per_token)):
+            return
+        x, y, decay = context / timed, ms / timed - 1, 1 - 1 / MEMORY_MEASUREMENTS
+        old = self._sums[graph]
+        count, sum_x, sum_y, xx, xy = (decay * total for total in old)
+        new = (count + 1, sum_x + x, sum_y + y, xx + x * x, xy + x * y)
+        self._sums[graph] = new
+        for (count, sum_x, sum_y, xx, xy), sign in ((old, -1), (new, 1)):
+            mean_x, mean_y = sum_x / (count + TIMING_WEIGHT), sum_y / (count + TIMING_WEIGHT)
+            self._xx += sign * (xx - sum_x * mean_x)
+            self._xy += sign * (xy - sum_x * mean_y)
+        self._slope[graph], self._level[graph] = mean_x, 1 + mean_y
+        self.ms_per_token = min(max(0.0, self._xy / self._xx), MOST_PER_TOKEN * self._fastest)
+
+    def snapshot(self) -> dict[str, object]:
+        corrections = self._corrections(np.arange(len(self._verify)))
+        return {
+            "ms_per_context_token": float(f"{self.ms_per_token:.3g}"),
+            "corrections": {
+                str(rows): round(float(correction), 3)
+                for (rows, _), correction, sums in zip(
+                    self._verify, corrections, self._sums, strict=True
+                )
+                if sums[0]
+            },
+        }
+
+    def _corrections(self, graphs: NDArray[np.intp]) -> Floats:
+        found = self._slope[graphs]
+        found *= -self.ms_per_token
+        found += self._level[graphs]
+        np.maximum(found, SMALLEST_CORRECTION, out=found)
+        return np.minimum(found, LARGEST_CORRECTION, out=found)
+
+    def _timings(self, requests: int) -> tuple[Floats, NDArray[np.intp]]:
+        """Return [B] timed ms and [B] verify graphs of widths 1 to B."""
+        if (found := self._timed.get(requests)) is None:
+            ms, graphs = (
+                np.full(self._block_size, np.inf),
+                np.zeros(self._block_size, dtype=np.intp),
+            )
+            for width in range(1, self._block_size + 1):
+                graph = bisect_left(self._verify, (requests * width,))
+                if graph < len(self._verify):
+                    graphs[width - 1] = graph
+                    ms[width - 1] = self._verify[graph][1]
+            ms[1:] += self._draft_ms(requests)
+            if requests > self._head_in_graph:
+                drafts = requests * np.arange(1, self._block_size)
+                ms[1:] += np.interp(drafts, self._head_drafts, self._head_ms)
+            found = self._timed[requests] = ms, graphs
+        return found
+
+    def _draft_ms(self, requests: int) -> float:
+        most, longest = self._draft[-1]
+        passes, rest = divmod(requests, most)
+        return passes * longest + (self._draft[bisect_left(self._draft, (rest,))][1] if rest else 0)
+
+
+class LearntCosts:
+    """Time of a step learnt while serving, where no graphs were timed (a CPU, or eager mode)."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._widths = np.arange(1.0, block_size + 1)
+        # normal equations of a constant, rows, drafting, requests drafted for, and context
+        self._moments = np.zeros((5, 5))
+        self._targets = np.zeros(5)
+        self._weights = [0.0] * 5
+        self._seen: set[int] = set()
+        self._steps = 0
+        self._accidents = _Accidents()
+
+    @property
+    def is_ready(self) -> bool:
+        enough_widths = min(ENOUGH_WIDTHS, self._block_size)
+        return self._steps >= ENOUGH_STEPS and len(self._seen) >= enough_widths
+
+    def step_ms(self, requests: int, context: int) -> Floats:
+        """Return [B]: ms of a step at widths 1 to B, all the same before enough was seen."""
+        if not self.is_ready:
+            return np.ones(self._block_size)
+        constant, row, drafting, drafted, token = self._weights
+        ms = self._widths * (row * requests / 64) + (constant + token * context / 4096)
+        ms[1:] += drafting + drafted * requests / 64
+        return np.maximum(ms, SHORTEST_MS)
+
+    def record(self, requests: int, width: int, context: int, ms: float) -> None:
+        """Learn from a step's measured time."""
+        drafted = float(width > 1)
+        features = (1, requests * width / 64, drafted, drafted * requests / 64, context / 4096)
+        was_ready = self.is_ready
+        expected = max(sum(map(mul, self._weights, features)), SHORTEST_MS) if was_ready else ms
+        if ms <= 0 or self._accidents.has(0, ms / expected):
+            return
+        self._steps += 1
+        self._seen.add(width)
+        # relative errors count: a step of few rows matters as much as one of many
+        x = np.array(features) / ms
+        self._moments *= 1 - 1 / MEMORY_MEASUREMENTS
+        self._targets *= 1 - 1 / MEMORY_MEASUREMENTS
+        self._moments += x[:, None] * x
+        self._targets += x
+        self._fit(sweeps=1 if was_ready else 50)
+
+    def snapshot(self) -> dict[str, object]:
+        names = ("step_ms", "ms_per_64_rows", "draft_ms", "draft_ms_per_64", "ms_per_4096_tokens")
+        weights = {name: round(ms, 3) for name, ms in zip(names, self._weights, strict=True)}
+        return {"is_ready": self.is_ready, **weights}
+
+    def _fit(self, *, sweeps: int) -> None:
+        """Descend by coordinates to non-negative weights, from where the last fit ended: what the
+        recent steps do not tell apart stays as it was."""
+        weights, targets = self._weights, self._targets.tolist()
+        rows = self._moments.tolist()
+        for _ in range(sweeps):
+            for i, (row, target) in enumerate(zip(rows, targets, strict=True)):
+                if row[i] > 0:
+                    v, w, x, y, z = weights
+                    a, b, c, d, e = row
+                    left = target - (a * v + b * w + c * x + d * y + e * z)
+                    weights[i] = max(0.0, weights[i] + left / row[i])
+
+
+class _Accidents:
+    """Tell measurements to ignore: far from what was expected, unless they persist."""
+
+    def __init__(self) -> None:
+        self._in_a_row: dict[int, int] = {}
+
+    def has(self, graph: int, ratio: float) -> bool:
+        """Count a measurement of a graph, given as measured / expected."""
+        if not 0 < ratio < math.inf:
+            return True
+        if 1 / STRANGE_RATIO < ratio < STRANGE_RATIO:
+            self._in_a_row[graph] = 0
+            return False
+        self._in_a_row[graph] = self._in_a_row.get(graph, 0) + 1
+        return self._in_a_row[graph] < PERSISTENT
