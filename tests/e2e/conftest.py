@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sglang_dflash.pairs.tiny_corpus.corpus import sample_prompts
 from sglang_dflash.testing.server import ROOT, SCHEDULES, Server
+from tests.conftest import WHOLE_BLOCKS
 from tests.schedules import follows
 
 # short context and small prefill chunks, so that tests reach both limits within seconds
@@ -50,7 +51,7 @@ def plain() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def dflash(schedule: str) -> Iterator[Server]:
     """The embedded pair."""
-    with Server(*SHAPE, env=SCHEDULES[schedule]) as server:
+    with Server(*SHAPE, env=SCHEDULES[schedule] | WHOLE_BLOCKS) as server:
         assert follows(server, schedule)
         yield server
 
@@ -63,7 +64,7 @@ def script_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def scripted(script_folder: Path) -> Iterator[Server]:
     """The embedded pair, with tests/plugins/scripted_drafter.py drafting for some requests."""
-    env = {"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(script_folder)}
+    env = {"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(script_folder), **WHOLE_BLOCKS}
     with Server(*SHAPE, env=env) as server:
         yield server
 
@@ -102,6 +103,7 @@ def measured(plain: Server, prompts: list[list[int]], metered_folder: Path) -> I
         "PYTHONPATH": SCRIPTED,
         "SCRIPT_FOLDER": str(metered_folder),
         "SGLANG_DFLASH_ALARM_WINDOW": "50",
+        **WHOLE_BLOCKS,
     }
     with Server(*SHAPE, "--enable-metrics", "--decode-log-interval", "10", env=env) as server:
         yield server

@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.testing.server import Server
+from tests.plugins import widths
 
 NEW_TOKENS = 24
 PROMPT_LENS = (3, 20, 70, 150, 9, 64, 65, 33, 300, 5, 128, 17)
@@ -30,6 +31,10 @@ KINDS: dict[str, dict[str, Any]] = {
 EXACT = ("greedy", "penalised", "grammar")
 RIGHT = (1, 4, 15)  # correct drafts per block of the scripted drafter
 COLD_SHARE = 0.9
+# verify widths given to a server, in its script folder (tests/plugins/widths.py)
+WIDTHS_FILE = "widths"
+FULL_BLOCK = 16
+CHANGING_WIDTHS = (1, 16, 4, 2, 7)
 
 Tokens = list[int]
 
@@ -84,30 +89,33 @@ def ask_plain(plain: Server, prompts: list[Tokens]) -> dict[str, list[Tokens]]:
 def check_exact(
     server: Server, prompts: list[Tokens], wanted: dict[str, list[Tokens]], script: Path
 ) -> dict[str, str]:
-    """Compare a server's answers with plain decoding's, alone and batched, whatever is drafted."""
+    """Compare a server's answers with plain decoding's, alone and batched, whatever is drafted and
+    however wide it verifies: as the policy chooses, full blocks, and widths that change."""
     checks = Checks()
     greedy = wanted["greedy"]
     sequences = [prompt + answer for prompt, answer in zip(prompts, greedy, strict=True)]
     (script / "answers.json").write_text(json.dumps(sequences))
-    for kind in EXACT:
-        params = [KINDS[kind]] * len(prompts)
-        checks.equal(
-            f"{kind}, 1 request",
-            tokens(ask(server, prompts[:1], params[:1], None)),
-            wanted[kind][:1],
-        )
-        together = tokens(ask(server, prompts, params, None))
-        checks.equal(f"{kind}, {len(prompts)} requests", together, wanted[kind])
     rids = [f"right{RIGHT[i % len(RIGHT)]}-{i}" for i in range(len(prompts))]
+    kinds = [list(KINDS)[i % len(KINDS)] for i in range(len(prompts))]
+
+    def compare(params: list[str], name: str, rids: list[str] | None = None) -> None:
+        found = tokens(ask(server, prompts, [KINDS[kind] for kind in params], rids))
+        exact = [i for i, kind in enumerate(params) if kind in EXACT]
+        checks.equal(name, [found[i] for i in exact], [wanted[params[i]][i] for i in exact])
+
+    for kind in EXACT:
+        alone = tokens(ask(server, prompts[:1], [KINDS[kind]], None))
+        checks.equal(f"{kind}, 1 request", alone, wanted[kind][:1])
+        compare([kind] * len(prompts), f"{kind}, {len(prompts)} requests")
+    compare(kinds, "all kinds in one batch")
+    widths.give(script / WIDTHS_FILE, FULL_BLOCK)
     answers = ask(server, prompts, [KINDS["greedy"]] * len(prompts), rids)
     checks.equal("drafts known to be right", tokens(answers), greedy)
     checks.add("as many steps as drafts allow", _wrong_steps(answers))
-    kinds = [list(KINDS)[i % len(KINDS)] for i in range(len(prompts))]
-    mixed = tokens(ask(server, prompts, [KINDS[kind] for kind in kinds], None))
-    chosen = [i for i, kind in enumerate(kinds) if kind in EXACT]
-    checks.equal(
-        "all kinds in one batch", [mixed[i] for i in chosen], [wanted[kinds[i]][i] for i in chosen]
-    )
+    widths.give(script / WIDTHS_FILE, *CHANGING_WIDTHS)
+    compare(["greedy"] * len(prompts), "right drafts, changing widths", rids)
+    compare(kinds, "all kinds in one batch, changing widths")
+    widths.give(script / WIDTHS_FILE)
     for name, params in {"sampled": COLD, "top_k": COLD | TOP_K}.items():
         cold = tokens(ask(server, prompts, [params] * len(prompts), None))
         share = sum(map(_agreed, cold, greedy)) / (NEW_TOKENS * len(prompts))
@@ -129,6 +137,7 @@ def check_answers(server: Server, prompts: list[Tokens], script: Path) -> dict[s
     sequences = [prompt + answer for prompt, answer in zip(prompts, own, strict=True)]
     (script / "answers.json").write_text(json.dumps(sequences))
     rids = [f"right15-{i}" for i in range(len(prompts))]
+    widths.give(script / WIDTHS_FILE, FULL_BLOCK)
     answers = ask(server, prompts, [KINDS["greedy"]] * len(prompts), rids)
     steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
     # a near-tie that flips leaves the script, and each later step commits one token

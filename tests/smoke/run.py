@@ -30,7 +30,14 @@ import torch
 from benchmarks import gpu, recipes, result_files
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.testing.server import ROOT, SCHEDULES, START_TIMEOUT_S, Server, free_port
-from tests.smoke.checks import ask_plain, check_answers, check_exact, check_worker, draw_prompts
+from tests.smoke.checks import (
+    WIDTHS_FILE,
+    ask_plain,
+    check_answers,
+    check_exact,
+    check_worker,
+    draw_prompts,
+)
 from tests.smoke.families import FAMILIES, Family
 
 PLUGINS = ROOT / "tests" / "plugins"
@@ -72,7 +79,7 @@ def start(family: Family, folder: Path, *, small: bool) -> dict[str, Server]:
             *model,
             "--speculative-draft-model-path",
             str(drafter),
-            env=env | {"SCRIPT_FOLDER": str(script_folder(folder, "exact"))},
+            env=env | scripted(folder, "exact"),
         ),
     }
     if not small:
@@ -81,9 +88,15 @@ def start(family: Family, folder: Path, *, small: bool) -> dict[str, Server]:
             str(family.write_drafter(folder / "drafter", fp32=False)),
             *common,
             *graphs,
-            env=env | {"SCRIPT_FOLDER": str(script_folder(folder, "deployed"))},
+            env=env | scripted(folder, "deployed"),
         )
     return found
+
+
+def scripted(folder: Path, name: str) -> dict[str, str]:
+    """Return the environment of a server whose drafts and verify widths the test may set."""
+    script = script_folder(folder, name)
+    return {"SCRIPT_FOLDER": str(script), "WIDTHS": str(script / WIDTHS_FILE)}
 
 
 def script_folder(folder: Path, name: str) -> Path:

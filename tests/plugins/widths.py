@@ -1,0 +1,46 @@
+"""A plug-in for tests: verify widths that a test gives, in place of the policy's.
+
+WIDTHS names a file with widths, separated by commas. The steps take them in turn, from the first
+again whenever the file is replaced. While there is no such file, the policy chooses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def activate() -> None:
+    if "WIDTHS" not in os.environ:
+        return
+    from sglang_dflash.width import WidthPolicy
+
+    file = Path(os.environ["WIDTHS"])
+    choose = WidthPolicy.choose
+    given: Iterator[int] = iter(())
+    version = 0
+
+    def choose_given(self: Any, *args: Any, **named: Any) -> int:
+        nonlocal given, version
+        if not file.exists():
+            return choose(self, *args, **named)
+        if (found := file.stat().st_mtime_ns) != version:
+            version = found
+            given = itertools.cycle(map(int, file.read_text().split(",")))
+        return min(next(given), self._block_size)
+
+    WidthPolicy.choose = choose_given
+
+
+def give(file: Path, *widths: int) -> None:
+    """Let the steps from now on have these widths in turn; none: the policy's."""
+    if not widths:
+        file.unlink(missing_ok=True)
+        return
+    new = file.with_suffix(".new")
+    new.write_text(",".join(map(str, widths)))
+    # at once: a step may be reading
+    new.replace(file)
