@@ -181,6 +181,11 @@ class DFlashConfig:
     draws_acceptance: bool = False
 
     @property
+    def has_full_blocks(self) -> bool:
+        """Whether every step verifies all drafts."""
+        return self.width == self.block_size
+
+    @property
     def mask_token_id(self) -> int:
         return self.drafter.mask_token_id
 

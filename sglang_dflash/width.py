@@ -132,6 +132,8 @@ class WidthPolicy:
     def choose(self, requests: int, context: int, *, widest: int | None = None) -> int:
         """Return the width of the next step, at most `widest`."""
         limit = self._block_size if widest is None else min(widest, self._block_size)
+        if self._fixed is not None and isinstance(self.costs, LearntCosts):
+            return min(self._fixed, limit)
         # lists: arrays are slower at this size
         ms = self.costs.step_ms(requests, context)[:limit].tolist()
         if self._fixed is not None:
@@ -173,6 +175,11 @@ class WidthPolicy:
         self._steps[width - 1] += 1
         self.acceptance.record(width, num_correct)
         if ms is not None:
+            self.costs.record(requests, width, context, ms)
+
+    def timed(self, requests: int, width: int, context: int, ms: float) -> None:
+        """Learn from the time of a step, if any width is to be chosen."""
+        if self._fixed is None:
             self.costs.record(requests, width, context, ms)
 
     def admit(self, new: int, requests: int) -> None:

@@ -18,8 +18,6 @@ from sglang_dflash.testing.server import ROOT, SCHEDULES, Server
 
 STAND_INS = ROOT / "sglang_dflash" / "glue" / "cpu" / "path"
 HAS_GPU = torch.cuda.is_available()
-# for servers whose steps a test counts: otherwise measured times decide how much a step verifies
-WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTH": "16"}
 
 if HAS_GPU:
     Server.script = ROOT / "tests" / "gpu.sh"

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from sglang_dflash.pairs.tiny_corpus.corpus import sample_prompts
 from sglang_dflash.testing.server import ROOT, SCHEDULES, Server
-from tests.conftest import WHOLE_BLOCKS
 from tests.schedules import follows
 
 # short context and small prefill chunks, so that tests reach both limits within seconds
@@ -51,7 +50,7 @@ def plain() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def dflash(schedule: str) -> Iterator[Server]:
     """The embedded pair."""
-    with Server(*SHAPE, env=SCHEDULES[schedule] | WHOLE_BLOCKS) as server:
+    with Server(*SHAPE, env=SCHEDULES[schedule]) as server:
         assert follows(server, schedule)
         yield server
 
@@ -64,7 +63,7 @@ def script_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def scripted(script_folder: Path) -> Iterator[Server]:
     """The embedded pair, with tests/plugins/scripted_drafter.py drafting for some requests."""
-    env = {"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(script_folder), **WHOLE_BLOCKS}
+    env = {"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(script_folder)}
     with Server(*SHAPE, env=env) as server:
         yield server
 
@@ -103,7 +102,6 @@ def measured(plain: Server, prompts: list[list[int]], metered_folder: Path) -> I
         "PYTHONPATH": SCRIPTED,
         "SCRIPT_FOLDER": str(metered_folder),
         "SGLANG_DFLASH_ALARM_WINDOW": "50",
-        **WHOLE_BLOCKS,
     }
     with Server(*SHAPE, "--enable-metrics", "--decode-log-interval", "10", env=env) as server:
         yield server

@@ -19,7 +19,6 @@ import torch
 
 from sglang_dflash.reference import Drafter, generate, generate_plain
 from sglang_dflash.testing.server import Server
-from tests.conftest import WHOLE_BLOCKS
 from tests.e2e.conftest import SCRIPTED, start_together
 from tests.tiny_models import VOCAB, load_target, make_drafter, make_target
 
@@ -61,7 +60,7 @@ class Family:
                 str(self.target),
                 "--speculative-draft-model-path",
                 str(self.drafter),
-                env={"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(folder), **WHOLE_BLOCKS},
+                env={"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(folder)},
             ),
         )
 

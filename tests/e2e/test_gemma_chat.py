@@ -173,11 +173,7 @@ class Chat:
                 *common,
                 "--speculative-draft-model-path",
                 str(drafter),
-                env={
-                    "PYTHONPATH": SCRIPTED,
-                    "SCRIPT_FOLDER": str(folder),
-                    "SGLANG_DFLASH_WIDTH": str(BLOCK),
-                },
+                env={"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(folder)},
             ),
         )
 

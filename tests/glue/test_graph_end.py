@@ -18,8 +18,9 @@ from sglang_dflash.glue.cpu import products
 from sglang_dflash.glue.models.heads import BlockHead, DraftHead, VerifyHead
 from sglang_dflash.glue.step.batch_host import BatchHost
 from sglang_dflash.glue.step.draft_cache import DraftCache
-from sglang_dflash.glue.step.graph_outputs import DraftGraphs, VerifyGraphs
+from sglang_dflash.glue.step.graph_outputs import HEAD_IN_GRAPH, DraftGraphs, VerifyGraphs
 from sglang_dflash.kernels import TORCH
+from sglang_dflash.types import DraftBlock, DraftContext, Randomness
 
 LAYERS, HIDDEN, KV_HEADS, DIM, SLOTS, VOCAB = 3, 24, 2, 8, 20, 50
 
@@ -84,8 +85,12 @@ def written(draft_runner: Any, writer: DraftCache | BatchHost, features: Tensor)
 
 
 def host_after_verify(cache: DraftCache, graphs: VerifyGraphs, *, in_graph: bool) -> BatchHost:
-    """Return a step's host after verify ran inside or outside a graph, with a sampling plan."""
-    output = SimpleNamespace(hidden_states=None, next_token_logits=None)
+    """Return a step's host after verify ran inside or outside a graph, with a sampling plan: a
+    block of four rows, in a graph of eight."""
+    rows = 8 if in_graph else 4
+    output = SimpleNamespace(
+        hidden_states=torch.zeros(rows, 2 * HIDDEN), next_token_logits=torch.zeros(rows, VOCAB)
+    )
     result = SimpleNamespace(logits_output=output, can_run_cuda_graph=in_graph)
     runtime: Any = SimpleNamespace(
         config=SimpleNamespace(block_size=4),
@@ -97,9 +102,14 @@ def host_after_verify(cache: DraftCache, graphs: VerifyGraphs, *, in_graph: bool
         draft_cache=cache,
     )
     host = BatchHost(runtime, SimpleNamespace(seq_lens_cpu=torch.tensor([7])))
+    host._is_planned = True  # early, while the drafter ran
     unread: Any = None
     plan: Any = "a plan: the choices are made in stage 3"
-    host.verify_block(unread, unread, plan)
+    block: Any = SimpleNamespace(token_ids=torch.zeros(1, 4))
+    target = host.verify_block(unread, block, plan)
+    # without the rows that pad a graph, and without features that nobody reads any more
+    assert target.features.shape == (4, 2 * HIDDEN)
+    assert output.next_token_logits.shape == (4, VOCAB) and output.hidden_states is None
     return host
 
 
@@ -143,30 +153,133 @@ def test_without_graphs_features_are_projected_when_they_are_written(
     torch.testing.assert_close(found, written(draft_runner, cache, features))
 
 
-def test_the_end_of_a_draft_graph_leaves_the_drafts_and_what_they_were_chosen_from(
-    draft_runner: Any, block_head: BlockHead, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # disable the packed GEMMs of a CPU server
+@pytest.fixture
+def without_packed_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable the packed GEMMs of a CPU server."""
     monkeypatch.setattr(products, "multiply", lambda _x, _weight: None)
-    hidden = torch.randn(8, HIDDEN)
-    randomness, graphs = StepRandomness(2, 4, "cpu"), DraftGraphs(block_head)
-    noise = randomness.for_batch(2)
+
+
+def noise_source(requests: int) -> StepRandomness:
+    randomness = StepRandomness(requests, 4, "cpu")
+    noise = randomness.for_batch(requests)
     noise.keys.random_()
     noise.scales.fill_(0.9)
-    graphs.install(draft_runner, max_requests=2, randomness=randomness)
-    [hook] = draft_runner.capture_tail_hooks
-    for num_tokens in (8, 4):
-        output = SimpleNamespace(hidden_states=hidden[:num_tokens])
-        hook(SimpleNamespace(capture_bs=[1, 2]), output, None, num_tokens)
-        size = num_tokens // 4
-        found = graphs.drafts_of(SimpleNamespace(can_run_graph=True), size)
-        assert found is not None
-        drafts, logits = found
-        with torch.inference_mode():  # as in a step
-            noise = randomness.for_batch(size)
-            expected, from_logits = block_head.draft(hidden[:num_tokens], noise)
-        assert logits is not None and logits.shape == (size, 3, VOCAB)
-        torch.testing.assert_close(logits, from_logits)
-        assert torch.equal(drafts, expected) and not torch.equal(drafts[0], drafts[1])
-        assert torch.equal(drafts[0], logits.argmax(-1))
+    return randomness
+
+
+def captured(
+    draft_runner: Any, head: BlockHead, hidden: Tensor, randomness: StepRandomness, *sizes: int
+) -> DraftGraphs:
+    """Return draft graphs of these sizes, captured in this order from the same hidden states."""
+    graphs = DraftGraphs(head)
+    requests = hidden.shape[0] // 4
+    graphs.install(
+        draft_runner,
+        max_requests=requests,
+        max_with_head=HEAD_IN_GRAPH,
+        randomness=randomness,
+    )
+    hook = draft_runner.capture_tail_hooks.pop()
+    for size in sizes:
+        output = SimpleNamespace(hidden_states=hidden[: 4 * size])
+        hook(SimpleNamespace(capture_bs=sorted(sizes)), output, None, 4 * size)
+    return graphs
+
+
+@pytest.mark.usefixtures("without_packed_products")
+@pytest.mark.parametrize("sizes", [(2,), (2, 1)], ids=str)
+def test_the_end_of_a_draft_graph_leaves_the_drafts_and_what_they_were_chosen_from(
+    draft_runner: Any, block_head: BlockHead, sizes: tuple[int, ...]
+) -> None:
+    hidden, randomness = torch.randn(8, HIDDEN), noise_source(2)
+    assert torch.is_grad_enabled()
+    graphs = captured(draft_runner, block_head, hidden, randomness, *sizes)
+    # the graph that ran last
+    size = sizes[-1]
+    found = graphs.drafts_of(SimpleNamespace(can_run_graph=True), size)
+    assert found is not None
+    drafts, logits = found
+    with torch.inference_mode():  # as in a step
+        rows = block_head.masked_rows(hidden[: 4 * size], 3)
+        expected, from_logits = block_head.draft(rows, randomness.for_batch(size), wanted=3)
+    assert logits is not None and logits.shape == (size, 3, VOCAB)
+    torch.testing.assert_close(logits, from_logits)
+    assert torch.equal(drafts, expected) and not torch.equal(drafts[0], drafts[1])
+    assert torch.equal(drafts[0], logits.argmax(-1))
     assert graphs.drafts_of(SimpleNamespace(can_run_graph=False), 1) is None
+
+
+@pytest.mark.usefixtures("without_packed_products")
+def test_large_draft_graphs_end_without_a_head(draft_runner: Any, block_head: BlockHead) -> None:
+    """The head of a full block costs more than the drafter, and few of its drafts are verified."""
+    hidden = torch.randn(4 * 24, HIDDEN)
+    sizes = (24, HEAD_IN_GRAPH + 1, HEAD_IN_GRAPH, 4)
+    graphs = captured(draft_runner, block_head, hidden, noise_source(24), *sizes)
+    in_graph = SimpleNamespace(can_run_graph=True)
+    assert graphs.drafts_of(in_graph, HEAD_IN_GRAPH + 1) is None
+    assert graphs.drafts_of(in_graph, 24) is None
+    found = graphs.drafts_of(in_graph, HEAD_IN_GRAPH)
+    assert found is not None
+    drafts, logits = found
+    assert logits is not None and logits.shape == (HEAD_IN_GRAPH, 3, VOCAB)
+    # nothing was written for the requests of a large graph
+    assert torch.equal(drafts[0], logits.argmax(-1))
+
+
+@pytest.mark.usefixtures("without_packed_products")
+def test_a_batch_larger_than_the_largest_draft_graph_takes_turns(
+    draft_runner: Any, block_head: BlockHead
+) -> None:
+    graphs = DraftGraphs(block_head)
+    assert graphs.turns(50) == [slice(0, 50)]
+    graphs = captured(
+        draft_runner, block_head, torch.randn(96, HIDDEN), noise_source(24), 24, 16, 4
+    )
+    assert graphs.turns(1) == [slice(0, 1)]
+    assert graphs.turns(24) == [slice(0, 24)]
+    assert graphs.turns(50) == [slice(0, 24), slice(24, 48), slice(48, 50)]
+
+
+@pytest.mark.usefixtures("without_packed_products")
+@pytest.mark.parametrize("wanted", [1, 2, 3])
+@pytest.mark.parametrize("requests", [2, 20, 30])
+def test_drafts_are_the_same_in_a_graph_outside_and_in_turns(
+    draft_runner: Any, block_head: BlockHead, requests: int, wanted: int
+) -> None:
+    """2 requests: in a graph with the head; 20: in one without; 30: in two passes, the second of
+    which overwrites the output of the first."""
+    hidden, randomness = torch.randn(4 * 30, HIDDEN), noise_source(30)
+    graphs = captured(draft_runner, block_head, hidden, randomness, 24, 16, 2)
+    output = torch.zeros(4 * 24, HIDDEN)
+
+    def forward(batch: Any) -> Any:
+        first, rows = int(batch.req_pool_indices[0]), 4 * batch.batch_size
+        assert batch.input_ids.tolist() == list(range(4 * first, 4 * first + rows))
+        assert batch.seq_lens_sum == int(batch.seq_lens_cpu.sum())
+        output[:rows] = hidden[4 * first : 4 * first + rows]
+        result = SimpleNamespace(hidden_states=output[:rows])
+        return SimpleNamespace(logits_output=result, can_run_graph=True)
+
+    runtime: Any = SimpleNamespace(
+        config=SimpleNamespace(block_size=4),
+        draft_graphs=graphs,
+        block_head=block_head,
+        draft_runner=SimpleNamespace(forward=forward),
+        block_input=None,
+    )
+    lens = torch.arange(requests) + 7
+    context = DraftContext(anchors=lens, lens=lens, request_rows=torch.arange(requests))
+    rows = torch.arange(4 * requests).view(requests, 4)
+    host = BatchHost(runtime, SimpleNamespace(seq_lens_cpu=lens))
+    noise = randomness.for_batch(requests)
+    drawn = Randomness(*noise, uniforms=torch.zeros(requests, 3))
+    with torch.inference_mode():
+        found = host.draft_tokens(context, DraftBlock(rows, rows, rows), drawn, wanted=wanted)
+        found = found.first(wanted)
+        masked = block_head.masked_rows(hidden[: 4 * requests], 3)
+        whole, logits = block_head.draft(masked, noise, wanted=3)
+    assert logits is not None and found.logits is not None
+    torch.testing.assert_close(found.logits, logits[:, :wanted])
+    assert torch.equal(found.argmax_drafts, whole[0, :, :wanted])
+    # a row's noise depends on its key alone, which is that of its position in the block
+    assert torch.equal(found.sampled_drafts, whole[1, :, :wanted])

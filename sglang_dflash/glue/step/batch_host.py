@@ -68,6 +68,7 @@ class BatchHost:
             self._lens_bound = batch.seq_lens_cpu + runtime.config.block_size
         # at most this many tokens in the batch's prefixes
         self.context_bound = int(self._lens_bound.sum())
+        self._is_planned = False
         self.target_result: Any = None
         self.verify_batch: Any = None
         # outputs of the verify graph; None without a verify pass, or if it ran outside a graph
@@ -132,12 +133,19 @@ class BatchHost:
 
     def plan_verify(self, block: DraftBlock) -> None:
         runtime = self._runtime
-        if runtime.plan_stream is None:
-            # planned when it runs: the host's planning would only delay the draft pass
+        if runtime.plan_stream is None or not self._can_plan_early(block):
             return
+        self._is_planned = True
         runtime.plan_stream.wait_stream(runtime.device_module.current_stream())
         with runtime.device_module.stream(runtime.plan_stream):
             self._plan_verify(block)
+
+    def _can_plan_early(self, block: DraftBlock) -> bool:
+        """Return whether the draft pass leaves the plan as it is: both models' graphs share their
+        inputs, so it must have the same ones, or not run."""
+        requests, width = block.token_ids.shape
+        is_drafted_at_once = len(self._runtime.draft_graphs.turns(requests)) == 1
+        return width == 1 or (width == self._runtime.config.block_size and is_drafted_at_once)
 
     def _plan_verify(self, block: DraftBlock) -> None:
         """Plan the verify pass; its tokens are read from the block when it runs."""
@@ -168,9 +176,9 @@ class BatchHost:
         self, context: DraftContext, block: DraftBlock, plan: SamplingPlan | None
     ) -> TargetOutput:
         runtime, batch = self._runtime, self._batch
-        if runtime.plan_stream is None:
+        if not self._is_planned:
             self._plan_verify(block)
-        else:
+        elif runtime.plan_stream is not None:
             runtime.device_module.current_stream().wait_stream(runtime.plan_stream)
         self.target_result = runtime.target_worker.forward_batch_generation(
             batch=None,

@@ -19,7 +19,8 @@ from sglang_dflash.glue import changes
 from sglang_dflash.glue.models.heads import BlockHead, VerifyHead
 from sglang_dflash.glue.step.draft_cache import DraftCache
 
-# requests up to which draft graphs contain the head: below, a step is too short for more launches
+# requests up to which draft graphs contain the head if widths change: with fewer requests a step is
+# too short for more launches
 HEAD_IN_GRAPH = 16
 
 
@@ -94,8 +95,16 @@ class DraftGraphs:
         self._largest = 0  # requests of the largest graph; 0 without graphs
         self._largest_with_head = 0
 
-    def install(self, draft_runner: Any, *, max_requests: int, randomness: StepRandomness) -> None:
-        """Add the tail to the graphs; call before any of them is captured."""
+    def install(
+        self,
+        draft_runner: Any,
+        *,
+        max_requests: int,
+        max_with_head: int,
+        randomness: StepRandomness,
+    ) -> None:
+        """Add the tail to the graphs, with the head up to `max_with_head` requests; call before any
+        of them is captured."""
         wanted = self._head.block_size - 1
         drafts = torch.zeros(2, max_requests, wanted, dtype=torch.int64, device=draft_runner.device)
 
@@ -103,7 +112,7 @@ class DraftGraphs:
             hidden = output.hidden_states
             size = hidden.shape[0] // self._head.block_size
             self._largest = max(runner.capture_bs)
-            if size > HEAD_IN_GRAPH:
+            if size > max_with_head:
                 return
             if self._outputs is None:
                 # captured from the largest to the smallest

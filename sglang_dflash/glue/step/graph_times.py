@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import statistics
 import time
@@ -87,11 +88,9 @@ def _key(runner: Any, size: int) -> Any:
 
 
 def _outside_in(sizes: list[int]) -> list[int]:
-    """Return a coarse grid of sizes before a finer one."""
-    order: list[int] = []
-    for step in (8, 4, 2, 1):
-        order += [size for size in [*sizes[::step], sizes[-1]] if size not in order]
-    return order
+    """Return both ends first, then a coarse grid of sizes before a finer one."""
+    grids = [sizes[::step] for step in (8, 4, 2, 1)]
+    return list(dict.fromkeys([sizes[0], sizes[-1], *itertools.chain(*grids)]))
 
 
 def _replay_ms(replay: Callable[[], Any]) -> float:

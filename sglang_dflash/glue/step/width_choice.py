@@ -60,4 +60,4 @@ class WidthChoice:
     def has_time(self, seconds: float) -> None:
         """Learn the time of the oldest step without one."""
         step = self._without_time.popleft()
-        self.policy.costs.record(step.requests, step.width, step.context, seconds * 1000)
+        self.policy.timed(step.requests, step.width, step.context, seconds * 1000)

@@ -30,6 +30,7 @@ from sglang_dflash.glue.models.weight_updates import TargetUpdates
 from sglang_dflash.glue.startup.server_args import resolve_config
 from sglang_dflash.glue.startup.width_args import why_full_blocks, why_one_width
 from sglang_dflash.glue.step.batch_host import BatchHost, take_features
+from sglang_dflash.glue.step.graph_outputs import HEAD_IN_GRAPH
 from sglang_dflash.glue.step.graph_times import time_step
 from sglang_dflash.glue.step.runtime import DFlashRuntime
 from sglang_dflash.glue.step.spec_input import DFlashState
@@ -175,22 +176,26 @@ class DFlashWorker(compat.BaseSpecWorker):
         logger.info("sglang_dflash owns DFLASH: %s", self.describe())
 
     def _key_graphs_by_rows(self) -> None:
-        """Let the target's graphs hold any number of rows per request, if our attention runs."""
+        """Let the target's graphs hold any number of rows per request, if that is asked for and our
+        attention runs."""
         server_args = self.model_runner.server_args
         reason = why_full_blocks(server_args)
-        if reason is None and self.ops.verify_attention is not None:
-            if self.verify_kernel == OURS:
+        if reason is None and self.ops.verify_attention is not None and self.verify_kernel != OURS:
+            reason = f"{self.verify_kernel} verifies full blocks"
+        if not self.config.has_full_blocks:
+            if reason is not None and self.config.width is not None:
+                raise ValueError(
+                    f"{WIDTH}={self.config.width} cannot be served: {reason}. Unset it."
+                )
+            if reason is None and self.ops.verify_attention is not None:
                 install_verify_graphs(self.model_runner)
-            else:
-                reason = f"{self.verify_kernel} verifies full blocks"
-        if reason is not None and self.config.width not in (None, self.config.block_size):
-            raise ValueError(f"{WIDTH}={self.config.width} cannot be served: {reason}. Unset it.")
         self.one_width = why_one_width(server_args) or reason
 
     def init_cuda_graphs(self) -> None:
         self.runtime.draft_graphs.install(
             self.runtime.draft_runner,
             max_requests=self.max_requests,
+            max_with_head=self.max_requests if self.one_width else HEAD_IN_GRAPH,
             randomness=self.runtime.buffers.randomness,
         )
         super().init_cuda_graphs()

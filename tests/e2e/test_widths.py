@@ -1,0 +1,377 @@
+"""Verify widths that change from step to step, fixed ones, and those that a server chooses.
+
+Answers are compared with plain decoding's, drafts with those of the oracle.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import requests
+import torch
+import widths as plugin
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.reference import Drafter
+from sglang_dflash.reference.generate import Decoding, draft_block, recompute_context
+from sglang_dflash.testing.server import SCHEDULES, Server
+from tests.e2e.conftest import SCRIPTED, SHAPE, start_together
+from tests.e2e.test_drafters import check_draft_kv
+from tests.e2e.test_exact import random_request
+from tests.e2e.test_sampling import CASES, SEEDED, ask, flatten, tokens
+from tests.schedules import follows
+
+BLOCK = 16
+# no drafts, whole blocks, and between
+CHANGING = (1, 16, 4, 2, 1, 7)
+NEW_TOKENS = 40
+# of the answers that scripted drafters know
+LONG = 300
+AUTO = {"SGLANG_DFLASH_WIDTH": "auto"}
+
+
+@pytest.fixture(scope="session")
+def control() -> Iterator[Server]:
+    """Plain decoding, with seeds."""
+    with Server(*SEEDED, plain=True, env={"PYTHONPATH": SCRIPTED}) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("widths")
+
+
+@pytest.fixture(scope="module")
+def changing(schedule: str, folder: Path) -> Iterator[Server]:
+    """A server that honours seeds, and whose steps have the widths in `CHANGING`."""
+    file = folder / "changing"
+    plugin.give(file, *CHANGING)
+    env = {"PYTHONPATH": SCRIPTED, "WIDTHS": str(file), **AUTO, **SCHEDULES[schedule]}
+    with Server(*SEEDED, env=env) as server:
+        assert follows(server, schedule)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def answers(control: Server, prompts: list[list[int]], folder: Path) -> list[list[int]]:
+    """Long token sequences of plain decoding, also given to the scripted drafter."""
+    found = control.generate_all(prompts[:4], max_new_tokens=LONG, ignore_eos=True)
+    sequences = [ids + answer["output_ids"] for ids, answer in zip(prompts, found, strict=False)]
+    (folder / "answers.json").write_text(json.dumps(sequences))
+    return sequences
+
+
+@pytest.fixture(scope="module")
+def scripted(answers: list[list[int]], folder: Path) -> Iterator[Server]:
+    """A server without seeds, with metrics, whose widths and drafts a test may give. Each step is
+    chosen before the result of the last one is known."""
+    env = {
+        "PYTHONPATH": SCRIPTED,
+        "SCRIPT_FOLDER": str(folder),
+        "WIDTHS": str(folder / "given"),
+        **AUTO,
+        **SCHEDULES["plan stream"],
+    }
+    with Server(*SHAPE, "--enable-metrics", env=env) as server:
+        yield server
+
+
+@pytest.fixture
+def give(scripted: Server, folder: Path) -> Iterator[Callable[..., None]]:
+    """Set the widths of the scripted server's steps; the policy chooses after the test."""
+    yield functools.partial(plugin.give, folder / "given")
+    plugin.give(folder / "given")
+
+
+@pytest.fixture(scope="module")
+def fixed(folder: Path) -> Iterator[dict[int, Server]]:
+    """Servers with a fixed width."""
+    env = {"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(folder)}
+    servers = {w: Server(*SHAPE, env={**env, "SGLANG_DFLASH_WIDTH": str(w)}) for w in (4, 1)}
+    start_together(*servers.values())
+    yield servers
+    for server in servers.values():
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def oracle() -> tuple[Any, Drafter]:
+    """Target and drafter in plain torch."""
+    target = AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.float32).eval()
+    return target, Drafter.from_pretrained(tiny_drafter(), dtype=torch.float32).eval()
+
+
+def added(server: Server, before: dict[str, Any]) -> dict[str, Any]:
+    """Return what the acceptance counters have gained."""
+    after = server.acceptance()
+    counts = {name: after[name] - before[name] for name in ("verify_steps", "verified_rows")}
+    by_number = {
+        name: {k: b - a for k, (a, b) in enumerate(pairs, start=1) if b > a}
+        for name in ("histogram", "at_width")
+        for pairs in [zip(before[name], after[name], strict=True)]
+    }
+    return counts | by_number
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "temperature 0",
+        "temperature 1.5",
+        "top_k",
+        "top_k and top_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "all penalties",
+        "min_new_tokens and penalty",
+        "logit_bias",
+        "regex",
+        "json_schema, sampled",
+        "grammar and penalty",
+        "stop_token_ids",
+    ],
+)
+def test_answers_are_those_of_plain_decoding(
+    control: Server, changing: Server, prompts: list[list[int]], name: str
+) -> None:
+    """A row that is numbered, penalised or masked as in a full block would be another's."""
+    body = {"sampling_params": {"max_new_tokens": NEW_TOKENS, **CASES[name]}}
+    expected = tokens(ask(control, prompts[:8], body))
+    assert tokens(ask(changing, prompts[:8], body)) == expected
+    assert all(changing.acceptance()["at_width"][width - 1] for width in CHANGING)
+
+
+@pytest.mark.parametrize("name", ["temperature 0", "temperature 1.5", "all penalties"])
+def test_logprobs_are_those_of_plain_decoding(
+    control: Server, changing: Server, prompts: list[list[int]], name: str
+) -> None:
+    body = {"sampling_params": CASES[name], "return_logprob": True, "top_logprobs_num": 3}
+    for one, two in zip(
+        *(ask(server, prompts[:8], body) for server in (control, changing)), strict=True
+    ):
+        for field in ("output_token_logprobs", "output_top_logprobs"):
+            expected, found = (flatten(answer["meta_info"][field]) for answer in (one, two))
+            assert [type(x) for x in found] == [type(x) for x in expected]
+            for x, y in zip(expected, found, strict=True):
+                # fp32; each width has its own GEMM shapes
+                assert x == y or (isinstance(x, float) and x == pytest.approx(y, abs=2e-4))
+
+
+def test_random_requests_of_mixed_shape(
+    control: Server, changing: Server, prompts: list[list[int]]
+) -> None:
+    """Requests that come, go and share prefixes, twelve at a time."""
+    chance = Random(17)
+    asked = [random_request(chance, prompts) for _ in range(24)]
+    with ThreadPoolExecutor(12) as pool:
+        found = list(pool.map(lambda r: changing.generate(r[0], **r[1]), asked))
+        expected = list(pool.map(lambda r: control.generate(r[0], **r[1]), asked))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["output_ids"] == theirs["output_ids"]
+        assert ours["meta_info"]["finish_reason"] == theirs["meta_info"]["finish_reason"]
+
+
+def test_requests_to_the_context_length(
+    control: Server, changing: Server, prompts: list[list[int]]
+) -> None:
+    """The last blocks reach past the end of the request's slots, whatever is verified of them."""
+    long = [(ids * 40)[:length] for ids, length in zip(prompts, (440, 470), strict=False)]
+
+    def to_the_end(server: Server) -> list[list[int]]:
+        with ThreadPoolExecutor(2) as pool:
+            return tokens(
+                pool.map(
+                    lambda ids: server.generate(
+                        ids, max_new_tokens=511 - len(ids), ignore_eos=True
+                    ),
+                    long,
+                )
+            )
+
+    expected = to_the_end(control)
+    assert to_the_end(changing) == expected
+    assert [len(ids) + len(answer) for ids, answer in zip(long, expected, strict=True)] == [510] * 2
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 20}, {"top_k": 20, "top_p": 0.9}])
+def test_sampling_so_cold_that_it_is_greedy(
+    scripted: Server,
+    answers: list[list[int]],
+    prompts: list[list[int]],
+    give: Callable[..., None],
+    params: dict[str, Any],
+) -> None:
+    """Unseeded requests are sampled by other kernels, which keep or reject drafts at random."""
+    give(*CHANGING)
+    cold = {"temperature": 1e-4, "max_new_tokens": 60, "ignore_eos": True, **params}
+    found = tokens(scripted.generate_all(prompts[:4], **cold))
+    pairs = zip(prompts, found, answers, strict=False)
+    assert all(ids + answer == expected[: len(ids) + 60] for ids, answer, expected in pairs)
+
+
+@pytest.mark.parametrize("widths", [(1, 16), (1, 1, 1, 16), (16, 1, 5, 2)], ids=str)
+def test_drafts_after_steps_without_a_draft_equal_the_oracle(
+    scripted: Server,
+    answers: list[list[int]],
+    prompts: list[list[int]],
+    folder: Path,
+    oracle: tuple[Any, Drafter],
+    give: Callable[..., None],
+    widths: tuple[int, ...],
+) -> None:
+    """A step that does not draft still writes the draft KV of its token. A hole would not change
+    an answer, only make every later draft worse."""
+    target, drafter = oracle
+    for i in range(2):
+        give(*widths)
+        rid = f"record-{'-'.join(map(str, widths))}-{i}"
+        found = scripted.generate(prompts[i], rid=rid, max_new_tokens=97, ignore_eos=True)
+        sequence = prompts[i] + found["output_ids"]
+        assert sequence == answers[i][: len(sequence)]
+        lines = map(json.loads, (folder / "blocks.jsonl").read_text().splitlines())
+        blocks = [line for line in lines if line["rid"] == rid]
+        drafting = [width for width in widths if width > 1]
+        steps = found["meta_info"]["dflash"]["verify_steps"]
+        assert len(blocks) >= steps * len(drafting) // len(widths) > 2
+        for k, recorded in enumerate(blocks):
+            start, drafts = recorded["start"], recorded["drafts"]
+            assert len(drafts) == drafting[k % len(drafting)] - 1
+            if start < len(sequence):
+                context = recompute_context(target, drafter, sequence[:start])
+                state = Decoding(sequence[: start + 1], DynamicCache(), context)
+                block = draft_block(target, drafter, state, block_size=BLOCK)
+                assert drafts == list(block.token_ids[1 : len(drafts) + 1]), start
+        check_draft_kv(folder / f"{rid}.pt", target, drafter, sequence)
+
+
+def leave_early(server: Server, ids: list[int], rid: str) -> None:
+    """Close the connection after a few chunks."""
+    params = {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}
+    body = {"input_ids": ids, "rid": rid, "sampling_params": params, "stream": True}
+    with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=60) as response:
+        for _, _line in zip(range(6), response.iter_lines(), strict=False):
+            pass
+
+
+def test_results_are_counted_at_the_width_of_their_step(
+    scripted: Server, answers: list[list[int]], prompts: list[list[int]], give: Callable[..., None]
+) -> None:
+    """Results arrive after the next width is chosen, and some belong to requests that have ended.
+    If one were lost, the policy would learn from every later step at a wrong width."""
+    give(*CHANGING)
+    with ThreadPoolExecutor(4) as pool:
+        for k in range(2):
+            pool.submit(leave_early, scripted, prompts[k], f"right2-left-{k}")
+        for k in (2, 3):
+            pool.submit(scripted.generate, prompts[k], max_new_tokens=10 * k)
+    scripted.flush_cache()  # once nothing runs any more
+    give(2, 3, 5, 7, 11)
+    before = scripted.acceptance()
+    # all drafts are right: the first token, then as many as each step is wide
+    params = {"max_new_tokens": 1 + 2 + 3 + 5 + 7, "ignore_eos": True}
+    found = scripted.generate(prompts[0], rid="right15-counted", **params)
+    once = {2: 1, 3: 1, 5: 1, 7: 1}
+    gained = added(scripted, before)
+    assert (gained["at_width"], gained["histogram"]) == (once, once)
+    assert found["meta_info"]["dflash"] == {
+        "accept_length": 17 / 4,
+        "verify_steps": 4,
+        "verified_rows": 17,
+        "drafted_tokens": 13,
+        "accepted_tokens": 13,
+        "accepted_histogram": [0, 1, 1, 0, 1, 0, 1],
+    }
+
+
+def test_a_server_drafts_wide_while_drafts_are_right_and_stops_when_they_are_wrong(
+    scripted: Server, answers: list[list[int]], prompts: list[list[int]]
+) -> None:
+    """Costs are learnt while serving, so each phase starts with a request that is not judged."""
+
+    def serve(kind: str) -> dict[str, Any]:
+        for k in range(2):
+            before = scripted.acceptance()
+            found = scripted.generate(
+                prompts[k], rid=f"{kind}-auto-{k}", max_new_tokens=LONG, ignore_eos=True
+            )
+            assert prompts[k] + found["output_ids"] == answers[k]
+        return added(scripted, before)
+
+    right = serve("right15")
+    assert right["verified_rows"] / right["verify_steps"] > BLOCK / 2
+    wrong = serve("wrong")
+    assert wrong["at_width"][1] > wrong["verify_steps"] / 2
+    assert scripted.state()["sglang_dflash"]["width"]["mode"] == "auto"
+
+
+def test_prometheus_counts_rows_and_widths_as_the_meter_does(
+    scripted: Server, prompts: list[list[int]], give: Callable[..., None]
+) -> None:
+    give(*CHANGING)
+    scripted.generate_all(prompts[:4], max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    meter = scripted.acceptance()
+    text = requests.get(f"{scripted.url}/metrics", timeout=30).text
+    [rows] = re.findall(r"^sglang:dflash_verified_rows_total\{.*\} (\S+)$", text, re.M)
+    assert float(rows) == meter["verified_rows"]
+    steps = re.findall(
+        r'^sglang:dflash_verify_steps_at_width_total\{.*width="(\d+)".*\} (\S+)$', text, re.M
+    )
+    by_width = {int(width): float(count) for width, count in steps}
+    assert by_width == dict(enumerate(meter["at_width"], start=1))
+    assert sum(width * count for width, count in by_width.items()) == meter["verified_rows"]
+    assert meter["verify_steps"] + meter["drafted_tokens"] == meter["verified_rows"]
+
+
+@pytest.mark.parametrize("width", [4, 1])
+def test_a_fixed_width_is_that_of_every_step(
+    fixed: dict[int, Server], answers: list[list[int]], prompts: list[list[int]], width: int
+) -> None:
+    server = fixed[width]
+    cold = {"temperature": 1e-4, "max_new_tokens": 60, "ignore_eos": True}
+    for params in ({}, cold, cold | {"top_k": 20}):
+        found = server.generate_all(
+            prompts[:4], **{"max_new_tokens": 60, "ignore_eos": True, **params}
+        )
+        for ids, answer, expected in zip(prompts, found, answers, strict=False):
+            assert ids + answer["output_ids"] == expected[: len(ids) + 60]
+            numbers = answer["meta_info"]["dflash"]
+            assert numbers["verified_rows"] == width * numbers["verify_steps"]
+            assert len(numbers["accepted_histogram"]) <= width
+    state = server.state()["sglang_dflash"]
+    assert state["width"]["mode"] == state["width"]["width"] == width
+    assert state["width"]["fixed_because"] == f"SGLANG_DFLASH_WIDTH={width}"
+    steps = state["acceptance"]["verify_steps"]
+    assert state["acceptance"]["at_width"][width - 1] == steps
+    assert state["acceptance"]["verified_rows"] == width * steps
+
+
+def test_at_width_1_the_drafter_does_not_run(
+    fixed: dict[int, Server], answers: list[list[int]], prompts: list[list[int]]
+) -> None:
+    """Whoever turns drafting off pays nothing for it; `raise-` fails any draft pass."""
+    before = fixed[1].acceptance()["verify_steps"]
+    found = fixed[1].generate(prompts[0], rid="raise-1", max_new_tokens=30, ignore_eos=True)
+    assert prompts[0] + found["output_ids"] == answers[0][: len(prompts[0]) + 30]
+    assert fixed[1].acceptance()["verify_steps"] == before + 29
+
+
+def test_a_width_that_is_none_ends_the_server_with_a_sentence() -> None:
+    """The other values are tested in tests/glue."""
+    server = Server(env={"SGLANG_DFLASH_WIDTH": "17"})
+    with pytest.raises(RuntimeError, match="the server exited during start-up"):
+        server.wait()
+    assert server.log().splitlines()[-1] == (
+        "SGLANG_DFLASH_WIDTH=17 is neither auto nor a number of tokens from 1 (no drafts) to the "
+        "block size 16. Set one of these, or unset it."
+    )
