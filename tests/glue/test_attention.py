@@ -58,7 +58,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
     card = SimpleNamespace(multi_processor_count=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     return lambda runner: verify_backend.install_verify_attention(
-        runner, triton_ops(), max_requests=4, block_size=4
+        runner, triton_ops(), max_requests=4, block_size=4, full_blocks=False
     )
 
 

@@ -21,8 +21,12 @@ logger = logging.getLogger(__name__)
 OURS = "sglang_dflash.verify_attention"
 
 
-def install_verify_attention(runner: Any, ops: Ops, *, max_requests: int, block_size: int) -> str:
+def install_verify_attention(
+    runner: Any, ops: Ops, *, max_requests: int, block_size: int, full_blocks: bool
+) -> str:
     """Use our kernel for the target's verify blocks; call before graph capture. Return what runs.
+
+    If all blocks are full, it has no launch of its own for requests of few rows.
 
     Other backends keep their own kernel. So does the Triton backend in a mode, or with a layer,
     that ours does not support; the reason is logged and returned.
@@ -36,7 +40,12 @@ def install_verify_attention(runner: Any, ops: Ops, *, max_requests: int, block_
         logger.warning("DFLASH: SGLang's prefill kernel runs verify attention: %s.", foreign)
         return f"{type(backend).__name__}: {foreign}"
     attention = ops.verify_attention(
-        max_requests, block_size, shapes=shapes, dtype=runner.dtype, device=runner.device
+        max_requests,
+        block_size,
+        shapes=shapes,
+        dtype=runner.dtype,
+        device=runner.device,
+        narrow_tiles={} if full_blocks else None,
     )
     VerifyBackend(backend, ops, attention).install(block_size)
     return OURS

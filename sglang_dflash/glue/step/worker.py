@@ -169,6 +169,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             self.ops,
             max_requests=self.max_requests,
             block_size=self.config.block_size,
+            full_blocks=self.config.has_full_blocks,
         )
         self._key_graphs_by_rows()
         if self.config.draft_backend in FLASH_BACKENDS:

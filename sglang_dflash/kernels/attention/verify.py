@@ -266,7 +266,7 @@ class VerifyAttention:
         device: torch.device | str,
         num_sms: int | None = None,  # queried from the device if not given
         tiles: Mapping[int, Tile] | None = None,
-        narrow_tiles: Mapping[int, Tile] | None = None,
+        narrow_tiles: Mapping[int, Tile] | None = None,  # empty if all requests have full blocks
     ) -> None:
         self.max_requests = max_requests
         self.block_size = block_size
