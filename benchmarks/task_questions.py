@@ -18,6 +18,8 @@ from benchmarks.task_report import Answer
 from sglang_dflash.testing.server import ServerProcess
 
 REQUEST_TIMEOUT_S = 1800
+# least share of a round in which all requests must have been running to be measured alone
+STEADY_SHARE = 0.25
 
 # one point of the measurement: task, concurrency, temperature
 Point = tuple[str, int, float]
@@ -59,6 +61,7 @@ def ask(
     answers = []
     for turn, text in enumerate(question.turns):
         chat.append({"role": "user", "content": text})
+        began = time.monotonic()
         reply = client.chat.completions.create(
             model="default",
             messages=chat,
@@ -82,15 +85,55 @@ def ask(
                 verify_steps=choice.meta_info.get("spec_verify_ct", 0),
                 histogram=tuple(choice.meta_info.get("spec_correct_drafts_histogram", ())),
                 is_cut=choice.finish_reason == "length",
+                began=began,
+                ended=time.monotonic(),
             )
         )
     return answers
 
 
+@dataclass(frozen=True)
+class Round:
+    """One round of questions: all of them at a point's concurrency, once."""
+
+    began: float
+    ended: float
+    answers: list[Answer]
+    failures: list[str]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+    @property
+    def steady_end(self) -> float:
+        """The time up to which all of the point's requests were running: when the last question
+        began. From then on fewer and fewer run, until the slowest answer has ended. If that leaves
+        too little, as with no more questions than requests, the round is taken as a whole."""
+        begins = [answer.began for answer in self.answers if answer.turn == 0]
+        end = max(begins, default=self.ended)
+        return end if end - self.began >= STEADY_SHARE * (self.ended - self.began) else self.ended
+
+    @property
+    def steady_s(self) -> float:
+        return self.steady_end - self.began
+
+    @property
+    def steady_tokens(self) -> float:
+        """The tokens of that time. An answer's tokens count as evenly spread over its own time."""
+        end = self.steady_end
+        return sum(
+            len(answer.token_ids)
+            * max(0.0, min(answer.ended, end) - answer.began)
+            / max(answer.ended - answer.began, 1e-9)
+            for answer in self.answers
+        )
+
+
 def ask_all(
     server: ServerProcess, questions: Iterable[Question], point: Point, options: argparse.Namespace
-) -> tuple[float, list[Answer], list[str]]:
-    """Ask the questions at the point's concurrency; return the time, answers and failures.
+) -> Round:
+    """Ask the questions at the point's concurrency.
 
     After a round's share of --seconds-per-point, no further question is started; those in flight
     are finished.
@@ -120,4 +163,4 @@ def ask_all(
 
     with ThreadPoolExecutor(concurrency) as pool:
         answers = [answer for found in pool.map(one, questions) for answer in found]
-    return time.monotonic() - start, answers, failures
+    return Round(start, time.monotonic(), answers, failures)

@@ -32,6 +32,9 @@ class Answer:
     verify_steps: int
     histogram: tuple[int, ...]  # [k]: steps that accepted k drafts
     is_cut: bool
+    # seconds on a clock of the client
+    began: float = 0.0
+    ended: float = 0.0
 
 
 def compare(plain: Iterable[Answer], others: Iterable[Answer]) -> dict[str, Any]:

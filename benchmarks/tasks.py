@@ -7,11 +7,14 @@ asked with the previous answers in the chat), and an optional `reference`. Plain
 SGLang's DFLASH and ours get the same requests through the OpenAI chat endpoint, one system after
 another; the first two run on the attention backends that SGLang picks.
 
-A point is measured in rounds. Tokens per second are all output tokens over the time from the first
-question of a round to its last answer; the table marks a point whose rounds disagree. Accept length
-is the tokens committed by verify steps per verify step: prefill's token does not count. Greedy
-answers are compared token by token with plain decoding's at the same concurrency; a later turn only
-if the earlier ones are equal, since otherwise the chats differ.
+A point is measured in rounds. Tokens per second are those of the time in which all requests of the
+point were running, from the first question of a round until its last one began: after that a round
+waits for its slowest answers, which differ from system to system. The table marks a point whose
+rounds disagree. With --seconds-per-point 0 and --limit all systems answer the same questions.
+
+Accept length is the tokens committed by verify steps per verify step: prefill's token does not
+count. Greedy answers are compared token by token with plain decoding's at the same concurrency; a
+later turn only if the earlier ones are equal, since otherwise the chats differ.
 
 Without a GPU, launch/cpu.sh serves the pair, by default the embedded one. Writes OUT.json (command,
 commit, versions, GPU) and OUT.md (tables) after every point, so that an interrupted run loses
@@ -24,14 +27,14 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import requests
 import torch
 
 from benchmarks import ROOT, result_files, sharing, systems
 from benchmarks.systems import SYSTEMS
-from benchmarks.task_questions import Point, Question, ask_all, read_questions
+from benchmarks.task_questions import Point, Question, Round, ask_all, read_questions
 from benchmarks.task_report import Answer, compare, draw, is_right, tables
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ServerProcess, free_port
@@ -73,24 +76,17 @@ def meter(server: ServerProcess) -> dict[str, int] | None:
     return {name: ours["acceptance"][name] for name in ("verify_steps", "committed_tokens")}
 
 
-class Round(NamedTuple):
-    seconds: float
-    answers: list[Answer]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(answer.token_ids) for answer in self.answers)
-
-
 def rate_of(rounds: list[Round]) -> dict[str, Any]:
-    """Return the rate over all rounds, and their spread as a fraction of the slowest."""
-    tokens, seconds = sum(r.tokens for r in rounds), sum(r.seconds for r in rounds)
-    rates = sorted(r.tokens / r.seconds for r in rounds)
+    """Return the rate while all requests were running, over all rounds, and the rounds' spread as a
+    fraction of the slowest."""
+    steady_s = sum(r.steady_s for r in rounds)
+    rates = sorted(r.steady_tokens / r.steady_s for r in rounds)
     known = len(rates) > 1 and rates[0] > 0
     return {
-        "tokens": tokens,
-        "seconds": round(seconds, 3),
-        "tokens_per_s": round(tokens / seconds, 1),
+        "tokens": sum(r.tokens for r in rounds),
+        "seconds": round(sum(r.ended - r.began for r in rounds), 3),
+        "steady_s": round(steady_s, 3),
+        "tokens_per_s": round(sum(r.steady_tokens for r in rounds) / steady_s, 1),
         "spread": round(rates[-1] / rates[0] - 1, 4) if known else None,
     }
 
@@ -103,12 +99,10 @@ def measure(
     Time and acceptance cover all rounds, answers only the first.
     """
     before = meter(server)
-    rounds, failures = [], []
+    rounds = []
     for _ in range(options.rounds):
         server.flush_cache()
-        seconds, answers, failed = ask_all(server, questions, point, options)
-        rounds.append(Round(seconds, answers))
-        failures += failed
+        rounds.append(ask_all(server, questions, point, options))
     after = meter(server)
     answers = rounds[0].answers
     everything = [answer for one in rounds for answer in one.answers]
@@ -130,7 +124,7 @@ def measure(
         "answered": len({answer.question for answer in answers}),
         "answers": len(answers),
         "cut_at_max_tokens": sum(answer.is_cut for answer in answers),
-        "failed": failures,
+        "failed": [failure for one in rounds for failure in one.failures],
         "right": f"{sum(judged)} of {len(judged)}" if judged else None,
         **rate_of(rounds),
     }

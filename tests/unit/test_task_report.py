@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import result_files, tasks
+from benchmarks.task_questions import Round
 from benchmarks.task_report import Answer, compare, is_right, mean_ratios, tables
 
 
@@ -83,12 +85,34 @@ def test_a_failed_system_and_differing_answers_are_named_in_the_tables() -> None
     assert "| MBPP | 3 of 4, 1 cut, 1 failed | 3 of 4, 1 cut, 1 failed |" in text
 
 
+def one_round(*times: tuple[float, float]) -> Round:
+    """Return a round of answers of 100 tokens, one for each begin and end."""
+    answers = [
+        replace(answer(str(i), 0, *range(100)), began=began, ended=ended)
+        for i, (began, ended) in enumerate(times)
+    ]
+    return Round(0.0, max(ended for _, ended in times), answers, [])
+
+
+def test_the_wait_for_the_slowest_answers_is_not_measured() -> None:
+    """Two requests run at once until the fourth question began; the last answer runs on alone."""
+    found = one_round((0.0, 2.0), (0.0, 3.0), (2.0, 4.0), (3.0, 9.0))
+    assert found.steady_s == 3.0
+    assert found.steady_tokens == pytest.approx(100 + 100 + 50)
+    assert tasks.rate_of([found])["tokens_per_s"] == pytest.approx(83.3)
+
+
+def test_a_round_of_no_more_questions_than_requests_is_measured_as_a_whole() -> None:
+    found = one_round((0.0, 2.0), (0.1, 4.0))
+    assert (found.steady_s, found.steady_tokens) == (4.0, pytest.approx(200))
+
+
 def test_rounds_that_disagree_are_marked() -> None:
     """Two runs that differ by more than 5 % must not pass for a measurement."""
-    first = tasks.Round(2.0, [answer("a", 0, *range(100))])
-    second = tasks.Round(1.6, [answer("a", 0, *range(100))])
+    first, second = one_round((0.0, 2.0)), one_round((0.0, 1.6))
     found = tasks.rate_of([first, second])
-    assert found == {"tokens": 200, "seconds": 3.6, "tokens_per_s": 55.6, "spread": 0.25}
+    expected = {"tokens": 200, "seconds": 3.6, "steady_s": 3.6, "tokens_per_s": 55.6}
+    assert found == expected | {"spread": 0.25}
     assert tasks.rate_of([first])["spread"] is None
     point = {
         "task": "mbpp",
