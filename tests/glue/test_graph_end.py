@@ -283,3 +283,22 @@ def test_drafts_are_the_same_in_a_graph_outside_and_in_turns(
     assert torch.equal(found.argmax_drafts, whole[0, :, :wanted])
     # a row's noise depends on its key alone, which is that of its position in the block
     assert torch.equal(found.sampled_drafts, whole[1, :, :wanted])
+
+
+@pytest.mark.usefixtures("without_packed_products")
+@pytest.mark.parametrize("wanted", [1, 2, 3])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_drafts_of_whole_blocks_are_those_of_their_masked_rows(
+    block_head: BlockHead, wanted: int, sampled: bool
+) -> None:
+    """A CPU multiplies whole blocks, since its weights are packed for these: the anchor's row must
+    shift neither the drafts nor their noise."""
+    hidden = torch.randn(8, HIDDEN)
+    noise = noise_source(2).for_batch(2) if sampled else None
+    with torch.inference_mode():
+        rows = block_head.masked_rows(hidden, wanted)
+        expected, from_logits = block_head.draft(rows, noise, wanted=wanted)
+        drafts, logits = block_head.draft_blocks(hidden, noise, wanted=wanted)
+    assert torch.equal(drafts, expected)
+    assert logits is not None and from_logits is not None
+    torch.testing.assert_close(logits, from_logits)

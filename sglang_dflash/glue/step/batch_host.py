@@ -95,20 +95,20 @@ class BatchHost:
         wanted: int,
     ) -> DraftOutput:
         runtime = self._runtime
-        turns = runtime.draft_graphs.turns(context.anchors.shape[0])
-        found, rows = None, []
-        for turn in turns:
-            result = self._run_drafter(turn, context, masked)
-            if len(turns) == 1:
-                found = runtime.draft_graphs.drafts_of(result, turn.stop)
+        head, graphs = runtime.block_head, runtime.draft_graphs
+        noise = None if randomness is None else Noise(randomness.keys, randomness.scales)
+        turns = graphs.turns(context.anchors.shape[0])
+        if len(turns) == 1:
+            result = self._run_drafter(turns[0], context, masked)
+            found = graphs.drafts_of(result, turns[0].stop)
             if found is None:
-                rows.append(
-                    runtime.block_head.masked_rows(result.logits_output.hidden_states, wanted)
-                )
-        if found is None:
-            noise = None if randomness is None else Noise(randomness.keys, randomness.scales)
-            all_rows = rows[0] if len(rows) == 1 else torch.cat(rows)
-            found = runtime.block_head.draft(all_rows, noise, wanted=wanted)
+                hidden = result.logits_output.hidden_states
+                found = head.draft_blocks(hidden, noise, wanted=wanted)
+        else:
+            results = (self._run_drafter(turn, context, masked) for turn in turns)
+            # copied turn by turn: the next one overwrites the graph's output
+            rows = [head.masked_rows(r.logits_output.hidden_states, wanted) for r in results]
+            found = head.draft(torch.cat(rows), noise, wanted=wanted)
         drafts, logits = found
         return DraftOutput(argmax_drafts=drafts[0], sampled_drafts=drafts[-1], logits=logits)
 
