@@ -36,6 +36,15 @@ def test_a_large_batch_drafts_in_several_passes(requests: int, draft_ms: float) 
     assert costs.step_ms(requests, 0).tolist() == [1, 1 + draft_ms]
 
 
+def test_a_head_outside_the_draft_graph_costs_by_the_drafts_that_are_verified() -> None:
+    costs = GraphCosts(4, {64: 1.0}, {8: 0.5}, {10: 1.0, 20: 2.0, 40: 8.0}, head_in_graph=4)
+    # part of the graph
+    assert costs.step_ms(4, 0).tolist() == [1, 1.5, 1.5, 1.5]
+    # 5, 10 and 15 drafts, then 8, 16 and 24: between timings on a line, below the first its time
+    assert costs.step_ms(5, 0) == pytest.approx([1, 2.5, 2.5, 3])
+    assert costs.step_ms(8, 0) == pytest.approx([1, 2.5, 3.1, 4.7])
+
+
 def serve_contexts(
     costs: GraphCosts, true_ms: dict[int, float], *, steps: int, fixed_context: int | None = None
 ) -> None:
