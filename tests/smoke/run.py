@@ -7,8 +7,9 @@ Each family is served at its real head shapes with few layers and random weights
 at once: plain decoding and DFLASH in fp32 (Triton drafts), whose answers must be equal token for
 token, and DFLASH by launch/serve.sh in bf16 (fa4 drafts). CUDA graphs, overlap scheduling and the
 plan stream are on (in fp32, models with experts run without graphs and have fewer experts, and the
-vocabulary is smaller); more requests run at once than the largest graph holds. Then the 31B recipe
-starts at full size, answers an OpenAI client, and its step is timed.
+vocabulary is smaller); more requests run at once than the largest graph holds. The verify width is
+automatic, and in fp32 also changes at every step. Then the 31B recipe starts at full size, answers
+an OpenAI client, and its step is timed.
 
 Writes the results, durations, versions and the commit to benchmarks/results/smoke-h200.json (named
 after the GPU), against which `make test` compares the serving path of the tree.
