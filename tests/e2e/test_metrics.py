@@ -25,7 +25,7 @@ def scrape(server: Server) -> dict[str, float]:
     text = requests.get(f"{server.url}/metrics", timeout=30).text
     found = {}
     for name, labels, value in re.findall(r"^sglang:dflash_(\w+)\{(.*)\} (\S+)$", text, re.M):
-        own = re.findall(r'(le|position|stage)="([^"]*)"', labels)
+        own = re.findall(r'(le|position|stage|width)="([^"]*)"', labels)
         found[" ".join([name, *(f"{k}={v}" for k, v in own)])] = float(value)
     return found
 
@@ -66,6 +66,8 @@ def test_counters_equal_the_construction(
     steps = [60 // (k + 1) for k in right]
     assert found["verify_steps_total"] == sum(steps)
     assert found["drafted_tokens_total"] == sum(steps) * (BLOCK - 1)
+    assert found["verified_rows_total"] == sum(steps) * BLOCK
+    assert found[f"verify_steps_at_width_total width={BLOCK}"] == sum(steps)
     assert found["accepted_tokens_total"] == sum(n * k for n, k in zip(steps, right, strict=True))
     assert found["committed_tokens_total"] == 60 * len(kinds)
     for position in range(1, BLOCK):
@@ -79,6 +81,7 @@ def test_counters_equal_the_construction(
         assert answer["meta_info"]["dflash"] == {
             "accept_length": 60 / n,
             "verify_steps": n,
+            "verified_rows": n * BLOCK,
             "drafted_tokens": n * (BLOCK - 1),
             "accepted_tokens": n * k,
             "accepted_histogram": [0] * k + [n],
@@ -137,7 +140,9 @@ def test_stages_are_timed_and_the_log_speaks(measured: Server, prompts: list[lis
     assert gained["timed_steps_total"] >= 15
     for stage in ("draft", "verify", "commit"):
         assert gained[f"stage_seconds_total stage={stage}"] > 0
-    assert re.search(r"DFLASH: accept length \d+\.\d\d over \d+ steps, 1:\d+%", measured.log())
+    assert re.search(
+        r"DFLASH: accept length \d+\.\d\d of width 16.0 over \d+ steps, 1:\d+%", measured.log()
+    )
 
 
 def test_low_acceptance_raises_one_alarm_with_its_cause(
