@@ -70,7 +70,8 @@ def time_graphs(runner: Any, sizes: list[int], prepare: Callable[[int], None]) -
         if found and (time.perf_counter() - started) * 1000 > BUDGET_MS:
             break
         prepare(size)
-        found[size] = _replay_ms(functools.partial(runner.backend.replay, _key(runner, size), None))
+        key = runner._make_graph_key(size)
+        found[size] = _replay_ms(functools.partial(runner.backend.replay, key, None))
     missing = [size for size in sizes if size not in found]
     found |= {size: _between(found, size) for size in missing}
     logger.info(
@@ -81,10 +82,6 @@ def time_graphs(runner: Any, sizes: list[int], prepare: Callable[[int], None]) -
         ", ".join(f"{size}: {found[size]:.2f} ms" for size in sorted(found)),
     )
     return dict(sorted(found.items()))
-
-
-def _key(runner: Any, size: int) -> Any:
-    return runner._make_graph_key(size)
 
 
 def _outside_in(sizes: list[int]) -> list[int]:

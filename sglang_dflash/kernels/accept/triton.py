@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_dflash.kernels.accept.reference import SCRATCH_SLOT
-from sglang_dflash.kernels.block_tile import block_of
+from sglang_dflash.kernels.extents import padded
 
 
 # fmt: off
@@ -61,7 +61,7 @@ def accept_block(
     _accept_block[(requests,)](
         *(token_ids, choices, lens, slots, num_correct),
         *(commit_lens, committed, bonus, new_lens, kept, SCRATCH_SLOT, width),
-        *(num_correct is None, block_of(width)),
+        *(num_correct is None, padded(width)),
         num_warps=1,
     )
     return commit_lens, committed, bonus, new_lens, kept

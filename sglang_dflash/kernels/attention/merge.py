@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_dflash.kernels import pdl
-from sglang_dflash.kernels.attention.tiles import padded
+from sglang_dflash.kernels.extents import padded
 
 # programs at large batch sizes: 16 per SM of an H200
 PROGRAMS = 2112

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import triton
 
+from sglang_dflash.kernels.extents import padded
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -43,18 +45,13 @@ TILES = {
     ),
 }
 # for requests of few rows, at most `block_m` packed ones, where it pays: more CTAs per SM hide each
-# other's latency. 128 requests of one row and 256 keys at head dim 256: 184 us instead of 254
+# other's latency
 NARROW_TILES = {
     256: Tile(block_m=16, block_n=32, num_warps=4, num_stages=3, ctas_per_sm=4, min_run=64),
     512: Tile(block_m=16, block_n=32, num_warps=4, num_stages=2, ctas_per_sm=3, min_run=32),
 }
 # for precision, not speed: fp32 does not use tensor cores, and large tiles spill registers
 TILE_FP32 = Tile(block_m=16, block_n=32, num_warps=4, num_stages=1, ctas_per_sm=2, min_run=64)
-
-
-def padded(extent: int) -> int:
-    """Round up to a valid tile extent: a power of two, at least 16 for the tensor cores."""
-    return max(16, triton.next_power_of_2(extent))
 
 
 def count_row_tiles(shape: LayerShape, tile: Tile, rows: int) -> int:

@@ -49,9 +49,9 @@ from sglang_dflash.kernels.attention.tiles import (
     can_serve,
     count_row_tiles,
     count_value_parts,
-    padded,
     tile_dim,
 )
+from sglang_dflash.kernels.extents import padded
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_dflash.kernels.block_tile import block_of
+from sglang_dflash.kernels.extents import padded
 
 
 # fmt: off
@@ -52,6 +52,6 @@ def build_block(
     _build_block[(requests,)](
         *(anchors, lens, request_rows, slot_table, token_ids, positions, slots),
         *(slot_table.stride(0), mask_token_id, last_position, width),
-        BLOCK=block_of(width),
+        BLOCK=padded(width),
         num_warps=1,
     )

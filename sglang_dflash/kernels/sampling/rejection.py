@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_dflash.kernels.accept.reference import COUNT_MATCHES
-from sglang_dflash.kernels.block_tile import block_of
+from sglang_dflash.kernels.extents import padded
 from sglang_dflash.kernels.logits.reference import Noise
 from sglang_dflash.kernels.logits.triton import (
     capped,
@@ -239,7 +239,7 @@ def reject_by_block(
     choices = torch.empty(requests, rows, dtype=torch.int64, device=device)
     num_correct = torch.empty(requests, dtype=torch.int32, device=device)
     advantage = torch.empty(requests, rows - 1, device=device)
-    size = {"ROWS": block_of(rows), "PARTS": triton.next_power_of_2(parts)}
+    size = {"ROWS": padded(rows), "PARTS": triton.next_power_of_2(parts)}
     scan = {"LOGIT_CAP": logit_cap, "BLOCK": BLOCK, "num_warps": 4}
     strides = (logits.stride(0), logits.stride(1), draft_logits.stride(0), draft_logits.stride(1))
     _sum_parts[(requests * rows, parts)](
