@@ -27,7 +27,6 @@ import argparse
 import json
 import re
 import shlex
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -123,23 +122,11 @@ def switches(start: Start) -> dict[str, str]:
 
 
 def server_command(start: Start, running: int, options: argparse.Namespace) -> list[str]:
-    on_gpu = torch.cuda.is_available()
-    command = [sys.executable, "-m", "sglang.launch_server", "--skip-server-warmup"]
-    if not on_gpu:
-        command = [str(ROOT / "launch" / "cpu.sh")]
-    command += ["--port", str(options.port), "--model-path", options.model_path]
-    command += ["--trust-remote-code", "--load-format", options.load_format]
-    command += ["--skip-tokenizer-init", *load_windows.LOG_ARGS]
-    command += ["--max-running-requests", str(running)]
-    if start.system != "plain":
-        command += ["--speculative-algorithm", "DFLASH"]
-        command += ["--speculative-draft-model-path", options.draft_model_path]
-        command += ["--speculative-num-draft-tokens", str(BLOCK_SIZE)]
-    if on_gpu:
-        kind = systems.kind_of(start.system)
-        command += systems.backend_args(kind, options.model_path, options.peer_attention_backend)
-        # the automatic width has graphs by rows, and its own limit
-        command += [] if start.system == "ours" else ["--cuda-graph-max-bs", str(running)]
+    command = systems.server_command(systems.kind_of(start.system), options, BLOCK_SIZE)
+    command += [*load_windows.LOG_ARGS, "--max-running-requests", str(running)]
+    # the automatic width has graphs by rows, and its own limit
+    if torch.cuda.is_available() and start.system != "ours":
+        command += ["--cuda-graph-max-bs", str(running)]
     own = shlex.split(options.ours_args) if start.system == "ours" else []
     return [*command, *options.server_args, *own]
 

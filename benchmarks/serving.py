@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -31,7 +30,7 @@ from typing import Any
 import requests
 import torch
 
-from benchmarks import ROOT, batch_load, result_files, systems
+from benchmarks import batch_load, result_files, systems
 from benchmarks.batch_load import SAMPLING, decode_rate, draw_prompts, run_batch
 from benchmarks.systems import SYSTEMS
 from benchmarks.trace_split import report, split
@@ -42,20 +41,7 @@ PROFILED_STEPS = 10
 
 def serve(system: str, options: argparse.Namespace) -> ServerProcess:
     """Start one system's server."""
-    on_gpu = torch.cuda.is_available()
-    command = [sys.executable, "-m", "sglang.launch_server", "--skip-server-warmup"]
-    if not on_gpu:
-        command = [str(ROOT / "launch" / "cpu.sh")]
-    command += ["--port", str(options.port), "--model-path", options.model_path]
-    command += ["--trust-remote-code", "--load-format", options.load_format]
-    command += ["--skip-tokenizer-init"]
-    if systems.kind_of(system) != "plain":
-        command += ["--speculative-algorithm", "DFLASH"]
-        command += ["--speculative-draft-model-path", options.draft_model_path]
-        command += ["--speculative-num-draft-tokens", str(options.block_size)]
-    if on_gpu:
-        forced = options.peer_attention_backend
-        command += systems.backend_args(system, options.model_path, forced)
+    command = systems.server_command(system, options, options.block_size)
     env = systems.switches(system, options.simulate_accept_length)
     return ServerProcess([*command, *options.server_args], env=env, port=options.port)
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks import ROOT
 from sglang_dflash.testing.server import SCHEDULES, ServerProcess
 
 SYSTEMS = ("plain", "in-tree", "ours")
@@ -106,6 +110,25 @@ def read_config(model_path: Path | str) -> dict[str, Any]:
     """Return a model's config; empty if its folder is not local."""
     path = Path(model_path) / "config.json"
     return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def server_command(system: str, options: argparse.Namespace, block_size: int) -> list[str]:
+    """Return the command that starts a system's server on token ids; without a GPU as
+    launch/cpu.sh does."""
+    on_gpu = torch.cuda.is_available()
+    command = [sys.executable, "-m", "sglang.launch_server", "--skip-server-warmup"]
+    if not on_gpu:
+        command = [str(ROOT / "launch" / "cpu.sh")]
+    command += ["--port", str(options.port), "--model-path", options.model_path]
+    command += ["--trust-remote-code", "--load-format", options.load_format]
+    command += ["--skip-tokenizer-init"]
+    if kind_of(system) != "plain":
+        command += ["--speculative-algorithm", "DFLASH"]
+        command += ["--speculative-draft-model-path", options.draft_model_path]
+        command += ["--speculative-num-draft-tokens", str(block_size)]
+    if on_gpu:
+        command += backend_args(system, options.model_path, options.peer_attention_backend)
+    return command
 
 
 def switches(system: str, simulate_accept_length: float = 0.0) -> dict[str, str]:
