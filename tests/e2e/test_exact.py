@@ -188,17 +188,21 @@ def random_request(chance: random.Random, prompts: list[list[int]]) -> tuple[lis
     return ids[:400], params
 
 
-def test_fifty_random_requests_of_mixed_shape(
-    plain: Server, dflash: Server, prompts: list[list[int]]
-) -> None:
-    chance = random.Random(2024)
-    requests = [random_request(chance, prompts) for _ in range(50)]
+def same_answers(plain: Server, dflash: Server, requests: list[tuple[Any, ...]]) -> None:
+    """Compare the answers to requests of prompt and parameters, twelve at a time."""
     with ThreadPoolExecutor(12) as pool:
         found = list(pool.map(lambda r: dflash.generate(r[0], **r[1]), requests))
         expected = list(pool.map(lambda r: plain.generate(r[0], **r[1]), requests))
     for ours, theirs in zip(found, expected, strict=True):
         assert ours["output_ids"] == theirs["output_ids"]
         assert ours["meta_info"]["finish_reason"] == theirs["meta_info"]["finish_reason"]
+
+
+def test_fifty_random_requests_of_mixed_shape(
+    plain: Server, dflash: Server, prompts: list[list[int]]
+) -> None:
+    chance = random.Random(2024)
+    same_answers(plain, dflash, [random_request(chance, prompts) for _ in range(50)])
 
 
 def test_aborts_in_mid_stream_leave_the_others_alone(

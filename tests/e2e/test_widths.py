@@ -27,7 +27,7 @@ from sglang_dflash.reference.generate import Decoding, draft_block, recompute_co
 from sglang_dflash.testing.server import SCHEDULES, Server
 from tests.e2e.conftest import SCRIPTED, SHAPE, start_together
 from tests.e2e.test_drafters import check_draft_kv
-from tests.e2e.test_exact import random_request
+from tests.e2e.test_exact import random_request, same_answers
 from tests.e2e.test_sampling import CASES, SEEDED, ask, flatten, tokens
 from tests.schedules import follows
 
@@ -175,13 +175,7 @@ def test_random_requests_of_mixed_shape(
 ) -> None:
     """Requests that come, go and share prefixes, twelve at a time."""
     chance = Random(17)
-    asked = [random_request(chance, prompts) for _ in range(24)]
-    with ThreadPoolExecutor(12) as pool:
-        found = list(pool.map(lambda r: changing.generate(r[0], **r[1]), asked))
-        expected = list(pool.map(lambda r: control.generate(r[0], **r[1]), asked))
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours["output_ids"] == theirs["output_ids"]
-        assert ours["meta_info"]["finish_reason"] == theirs["meta_info"]["finish_reason"]
+    same_answers(control, changing, [random_request(chance, prompts) for _ in range(24)])
 
 
 def test_requests_to_the_context_length(
