@@ -89,7 +89,7 @@ class Environment:
 
     def width(self, block_size: int) -> int | None:
         """Verify width of every step, the anchor included; None to choose it step by step."""
-        value = self.values.get(WIDTH, str(block_size))
+        value = self.values.get(WIDTH, "auto")
         if value == "auto":
             return None
         if not value.isdecimal() or not 1 <= int(value) <= block_size:

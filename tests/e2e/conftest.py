@@ -16,6 +16,8 @@ from tests.schedules import follows
 # short context and small prefill chunks, so that tests reach both limits within seconds
 SHAPE = ("--context-length", "512", "--chunked-prefill-size", "64", "--max-total-tokens", "8192")
 SCRIPTED = str(ROOT / "tests" / "plugins")
+# so that a test can tell how many steps an answer takes
+FULL_BLOCKS = {"SGLANG_DFLASH_WIDTH": "16"}
 METERED_TOKENS = 61  # one from prefill, then sixty
 
 
@@ -50,7 +52,7 @@ def plain() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def dflash(schedule: str) -> Iterator[Server]:
     """The embedded pair."""
-    with Server(*SHAPE, env=SCHEDULES[schedule]) as server:
+    with Server(*SHAPE, env=SCHEDULES[schedule] | FULL_BLOCKS) as server:
         assert follows(server, schedule)
         yield server
 
@@ -63,7 +65,7 @@ def script_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def scripted(script_folder: Path) -> Iterator[Server]:
     """The embedded pair, with tests/plugins/scripted_drafter.py drafting for some requests."""
-    env = {"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(script_folder)}
+    env = {"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(script_folder), **FULL_BLOCKS}
     with Server(*SHAPE, env=env) as server:
         yield server
 
@@ -102,6 +104,7 @@ def measured(plain: Server, prompts: list[list[int]], metered_folder: Path) -> I
         "PYTHONPATH": SCRIPTED,
         "SCRIPT_FOLDER": str(metered_folder),
         "SGLANG_DFLASH_ALARM_WINDOW": "50",
+        **FULL_BLOCKS,
     }
     with Server(*SHAPE, "--enable-metrics", "--decode-log-interval", "10", env=env) as server:
         yield server

@@ -19,7 +19,7 @@ import torch
 
 from sglang_dflash.reference import Drafter, generate, generate_plain
 from sglang_dflash.testing.server import Server
-from tests.e2e.conftest import SCRIPTED, start_together
+from tests.e2e.conftest import FULL_BLOCKS, SCRIPTED, start_together
 from tests.tiny_models import VOCAB, load_target, make_drafter, make_target
 
 NEW_TOKENS = 90
@@ -60,7 +60,7 @@ class Family:
                 str(self.target),
                 "--speculative-draft-model-path",
                 str(self.drafter),
-                env={"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(folder)},
+                env={"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(folder), **FULL_BLOCKS},
             ),
         )
 

@@ -173,7 +173,11 @@ class Chat:
                 *common,
                 "--speculative-draft-model-path",
                 str(drafter),
-                env={"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(folder)},
+                env={
+                    "PYTHONPATH": SCRIPTED,
+                    "SCRIPT_FOLDER": str(folder),
+                    "SGLANG_DFLASH_WIDTH": str(BLOCK),
+                },
             ),
         )
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.reference import generate_plain
 from sglang_dflash.testing.server import Server, free_port
-from tests.e2e.conftest import SHAPE, start_together
+from tests.e2e.conftest import FULL_BLOCKS, SHAPE, start_together
 from tests.tiny_models import load_target, make_drafter, make_target
 
 ANSWER = {"max_new_tokens": 60, "ignore_eos": True}
@@ -32,7 +32,7 @@ class Targets:
         self.first, self.second = tiny_target(), _perturbed(folder / "second")
         other, self.server = start_together(
             Server(*SHAPE, "--model-path", str(self.second), plain=True),
-            Server(*SHAPE, env={"OVERLAP": "1"}),
+            Server(*SHAPE, env={"OVERLAP": "1", **FULL_BLOCKS}),
         )
         self.said = {
             self.first: _tokens(plain, prompts),

@@ -65,7 +65,7 @@ def changing(schedule: str, folder: Path) -> Iterator[Server]:
     """A server that honours seeds, and whose steps have the widths in `CHANGING`."""
     file = folder / "changing"
     plugin.give(file, *CHANGING)
-    env = {"PYTHONPATH": SCRIPTED, "WIDTHS": str(file), "SGLANG_DFLASH_WIDTH": "auto"}
+    env = {"PYTHONPATH": SCRIPTED, "WIDTHS": str(file)}
     env |= SCHEDULES[schedule]
     with Server(*SEEDED, env=env) as server:
         assert follows(server, schedule)

@@ -223,8 +223,7 @@ def test_new_requests_are_noticed_after_a_prefill() -> None:
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang sizes graphs by the memory of a GPU. Widths may adapt."""
-    monkeypatch.setenv("SGLANG_DFLASH_WIDTH", "auto")
+    """SGLang sizes graphs by the memory of a GPU."""
     module = compat.ServerArgs.__module__
     monkeypatch.setattr(f"{module}.get_device_memory_capacity", lambda _device: H200_MIB)
 
@@ -265,15 +264,7 @@ def test_otherwise_48_requests_run_and_the_graphs_are_sglangs(
     assert args.cuda_graph_config.decode.max_bs == 256
 
 
-def test_unless_asked_for_widths_do_not_adapt(models: Path) -> None:
-    reason = why_one_width(parse(models))
-    assert reason == "full blocks, unless SGLANG_DFLASH_WIDTH says otherwise"
-
-
-def test_on_a_cpu_widths_adapt_without_graphs(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SGLANG_DFLASH_WIDTH", "auto")
+def test_on_a_cpu_widths_adapt_without_graphs(models: Path) -> None:
     args = parse(models)
     assert args.max_running_requests == 48
     assert why_one_width(args) is None
@@ -312,7 +303,7 @@ def test_a_width_that_is_none_is_refused(
         parse(models)
 
 
-@pytest.mark.parametrize("value", ["auto", "1", "15"])
+@pytest.mark.parametrize("value", ["auto", "1", "16"])
 def test_every_width_of_a_block_is_taken(
     models: Path, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:

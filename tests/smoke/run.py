@@ -97,8 +97,7 @@ def start(family: Family, folder: Path, *, small: bool) -> dict[str, Server]:
 def scripted(folder: Path, name: str) -> dict[str, str]:
     """Return the environment of a server whose drafts and verify widths the test may set."""
     script = script_folder(folder, name)
-    widths = {"WIDTHS": str(script / WIDTHS_FILE), "SGLANG_DFLASH_WIDTH": "auto"}
-    return {"SCRIPT_FOLDER": str(script), **widths}
+    return {"SCRIPT_FOLDER": str(script), "WIDTHS": str(script / WIDTHS_FILE)}
 
 
 def script_folder(folder: Path, name: str) -> Path:

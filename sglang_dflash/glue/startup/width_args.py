@@ -54,8 +54,6 @@ def why_one_width(server_args: Any) -> str | None:
     """Return why all steps have the same width; None if it is chosen step by step."""
     environment = Environment()
     asked = environment.width(server_args.speculative_num_draft_tokens)
-    if asked == server_args.speculative_num_draft_tokens:
-        return f"full blocks, unless {WIDTH} says otherwise"
     if asked is not None:
         return f"{WIDTH}={asked}"
     if environment.simulated_accept_length is not None and not environment.draws_acceptance:
