@@ -1,4 +1,4 @@
-"""Extents of tiles."""
+"""Extents of tiles and of scratch."""
 
 from __future__ import annotations
 
@@ -12,3 +12,11 @@ def padded(extent: int) -> int:
     another width needs no new kernel.
     """
     return max(16, triton.next_power_of_2(extent))
+
+
+def aligned(extent: int) -> int:
+    """Round up to a multiple of 16, so that slices of a larger tensor are aligned for any extent.
+
+    Triton compiles another kernel for a pointer that is not.
+    """
+    return triton.cdiv(extent, 16) * 16

@@ -8,7 +8,8 @@ from sglang_dflash.kernels.block import triton as block
 from sglang_dflash.kernels.context import triton as context
 from sglang_dflash.kernels.gemma_layer import qkv_norm, residual_norm, thin_linear
 from sglang_dflash.kernels.ops import Ops
-from sglang_dflash.kernels.sampling import argmax, rejection, top_k
+from sglang_dflash.kernels.rows import triton as rows
+from sglang_dflash.kernels.sampling import argmax, confidence, rejection, top_k
 
 
 class TritonOps(Ops):
@@ -19,6 +20,9 @@ class TritonOps(Ops):
     accept_block = staticmethod(accept.accept_block)
     context_hidden = staticmethod(context.context_hidden)
     write_context = staticmethod(context.write_context)
+    peak_probabilities = staticmethod(confidence.peak_probabilities)
+    share_rows = staticmethod(rows.share_rows)
+    pack_rows = staticmethod(rows.pack_rows)
     argmax_rows = staticmethod(argmax.argmax_rows)
     argmax_and_sample = staticmethod(argmax.argmax_and_sample)
     sample_rows = staticmethod(top_k.sample_rows)

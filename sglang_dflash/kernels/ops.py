@@ -9,6 +9,7 @@ from sglang_dflash.kernels.attention import reference as attention
 from sglang_dflash.kernels.block import reference as block
 from sglang_dflash.kernels.context import reference as context
 from sglang_dflash.kernels.gemma_layer import reference as gemma_layer
+from sglang_dflash.kernels.rows import reference as rows
 from sglang_dflash.kernels.sampling import reference as sampling
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ class Ops:
     accept_block = staticmethod(accept.accept_block)
     context_hidden = staticmethod(context.context_hidden)
     write_context = staticmethod(context.write_context)
+    peak_probabilities = staticmethod(sampling.peak_probabilities)
+    share_rows = staticmethod(rows.share_rows)
+    pack_rows = staticmethod(rows.pack_rows)
     argmax_rows = staticmethod(sampling.argmax_rows)
     argmax_and_sample = staticmethod(sampling.argmax_and_sample)
     sample_rows = staticmethod(sampling.sample_rows)

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from benchmarks import op_cases, op_inputs
 from sglang_dflash import kernels
-from sglang_dflash.kernels import pdl, triton_ops
+from sglang_dflash.kernels import Noise, pdl, triton_ops
 from sglang_dflash.kernels.attention.tiles import LayerShape
 from sglang_dflash.kernels.attention.verify import VerifyAttention
 from sglang_dflash.kernels.gemma_layer import thin_linear
@@ -84,6 +84,7 @@ def test_every_kernel_compiles(compiled: set[str], capability: int) -> None:
     for case in op_cases.cases(REQUESTS, triton_ops(), SIZES, torch.bfloat16, "cpu"):
         case.ours(0)
     launch_products()
+    launch_shared_rows()
     launch_attention(torch.bfloat16, torch.bfloat16)
     if capability >= 90:
         # an A100 has no fp8
@@ -95,6 +96,26 @@ def launch_products() -> None:
     for (width, depth), tile in thin_linear.TILES.items():
         x = torch.empty(BLOCK, depth, dtype=torch.bfloat16, device="meta")
         thin_linear.multiply(x, x.new_empty(width, depth), tile)
+
+
+def launch_shared_rows() -> None:
+    """The ops of a step whose requests share rows."""
+    ops, rows, drafts = triton_ops(), 2 * REQUESTS, BLOCK - 1
+    logits = torch.empty(rows, SIZES.vocabulary, dtype=torch.bfloat16, device="meta")
+    draft_logits = logits.new_empty(REQUESTS, drafts, SIZES.vocabulary)
+    ops.peak_probabilities(logits, 30.0)
+    confidence = torch.empty(REQUESTS, drafts, device="meta")
+    bounds = ops.share_rows(confidence, confidence[0], confidence[0], rows)
+    block = bounds.new_empty(REQUESTS, BLOCK)
+    row, lens = bounds.new_empty(rows), bounds[1:]
+    outputs = {"out_token_ids": row, "out_positions": row, "out_slots": row, "requests": row}
+    ops.pack_rows(bounds, block, block, block, **outputs)
+    noise = Noise(block, confidence[:, 0])
+    asked = (logits, draft_logits, block[:, 1:], block[:, 1:], noise, confidence)
+    shared = {"bounds": bounds, "requests": row}
+    _, num_correct, _ = ops.reject_by_block(*asked, is_sampled=lens > 0, logit_cap=30.0, **shared)
+    for told in (None, num_correct):
+        ops.accept_block(row, row, lens, row, told, bounds, BLOCK)
 
 
 def launch_attention(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:

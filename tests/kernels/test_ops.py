@@ -132,6 +132,28 @@ def test_argmax_rows(rows: int, width: int, dtype: torch.dtype) -> None:
     assert_same(TRITON.argmax_rows(saturated, 30.0), TORCH.argmax_rows(saturated, 30.0))
 
 
+@runs_kernel
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 4096), (40, 9001)])
+def test_peak_probabilities(rows: int, width: int, dtype: torch.dtype) -> None:
+    """Flat and peaked rows, ties, NaN, and the padding of a wider tensor, which has no mass."""
+    torch.manual_seed(width)
+    wide = torch.randn(rows, width + 7, device=DEVICE) * torch.logspace(-1, 1, rows)[:, None].to(
+        DEVICE
+    )
+    wide[:, ::3] = float("nan")
+    wide[:, width:] = 100.0
+    wide[-1, :width] = float("nan")
+    wide[0] = 4.0
+    logits = wide.to(dtype)[:, :width]
+    for cap in (0.0, 30.0):
+        found, expected = (ops.peak_probabilities(logits, cap) for ops in (TRITON, TORCH))
+        # sums of up to 9000 terms, in another order
+        torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-5)
+        assert found[0] == pytest.approx(1 / width) and (rows == 1 or found[-1] == 0)
+
+
 def make_noise(*scales: float, rows: int = 16) -> Noise:
     keys = torch.empty(len(scales), rows, dtype=torch.int64, device=DEVICE).random_()
     return Noise(keys, torch.tensor(scales, device=DEVICE))

@@ -14,9 +14,11 @@ from sglang_dflash.kernels.attention.reference import index_prefixes, paged_atte
 from sglang_dflash.kernels.block.reference import build_block
 from sglang_dflash.kernels.context.reference import context_hidden, write_context
 from sglang_dflash.kernels.logits.reference import gumbel
+from sglang_dflash.kernels.rows.reference import pack_rows, share_rows
 from sglang_dflash.kernels.sampling.reference import (
     argmax_and_sample,
     argmax_rows,
+    peak_probabilities,
     reject_by_block,
     sample_rows,
 )
@@ -108,6 +110,42 @@ def test_a_request_that_is_not_told_has_its_leading_matches_counted() -> None:
     assert lens.tolist() == [3, 1, 4] and lens.dtype == torch.int32
     assert tokens.tolist() == [[1, 2, 3, 0], [1, 0, 0, 0], [1, 2, 9, 4]]
     assert bonus.tolist() == [3, 1, 4]
+
+
+def test_requests_that_share_rows_commit_from_their_own() -> None:
+    """Three, one and two rows; the first row of a request must not count as a draft of another."""
+    bounds, slots = torch.tensor([0, 3, 4, 6]), torch.arange(11, 17)
+    told = torch.tensor([COUNT_MATCHES, 5, 0], dtype=torch.int32)
+    shared = (
+        *map(torch.tensor, ([7, 1, 2, 3, 7, 5], [1, 2, 3, 7, 9, 4])),
+        torch.zeros(3).long(),
+        slots,
+    )
+    lens, tokens, bonus, new_lens, kept = accept_block(*shared, told, bounds, 4)
+    assert lens.tolist() == new_lens.tolist() == [3, 1, 1]
+    assert tokens.tolist() == [[1, 2, 3, 0], [7, 0, 0, 0], [9, 0, 0, 0]]
+    assert bonus.tolist() == [3, 7, 9]
+    assert kept.tolist() == [11, 12, 13, 14, 15, 0]
+
+
+def test_rows_go_to_the_drafts_likeliest_to_survive() -> None:
+    """Survival 0.9, 0.81, 0.081 and 0.5, 0.45, 0.405."""
+    confidence = torch.tensor([[0.9, 0.9, 0.1], [0.5, 0.9, 0.9]])
+    offsets, slopes = torch.zeros(4), torch.ones(4)
+    shares = [share_rows(confidence, offsets, slopes, n).tolist() for n in range(2, 9)]
+    assert [bounds[1] for bounds in shares] == [1, 2, 3, 3, 3, 3, 4]
+    assert [bounds[::2] for bounds in shares] == [[0, n] for n in range(2, 9)]
+    # equal drafts: the lower request first, and NaN last
+    same = torch.tensor([[math.nan], [0.5], [0.5]])
+    assert share_rows(same, offsets, slopes, 4).tolist() == [0, 1, 3, 4]
+
+
+def test_rows_are_packed_in_order() -> None:
+    block, out = torch.arange(6).view(2, 3), torch.full((4, 4), -1)
+    names = ("out_token_ids", "out_positions", "out_slots", "requests")
+    inputs = (torch.tensor([0, 1, 4]), block, block + 10, block + 20)
+    pack_rows(*inputs, **dict(zip(names, out, strict=True)))
+    assert out.tolist() == [[0, 3, 4, 5], [10, 13, 14, 15], [20, 23, 24, 25], [0, 1, 1, 1]]
 
 
 def naive_attention(query, keys, values, visible, scale, cap):
@@ -220,6 +258,11 @@ def test_the_first_of_equal_logits_wins_after_the_cap() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [1e4, 2e4, 0.0], [-5.0, -7.0, -5.0]])
     assert argmax_rows(logits).tolist() == [1, 1, 0]
     assert argmax_rows(logits, 30.0).tolist() == [1, 0, 0]
+
+
+def test_a_peak_is_the_highest_probability() -> None:
+    logits = torch.tensor([[0.6, 0.3, 0.1, 0.0], [1.0, 1.0, math.nan, 0.0], [math.nan] * 4]).log()
+    assert peak_probabilities(logits).tolist() == pytest.approx([0.6, 0.5, 0.0])
 
 
 def test_prefixes_are_laid_end_to_end() -> None:

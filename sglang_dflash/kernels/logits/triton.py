@@ -1,4 +1,4 @@
-"""Helpers shared by the kernels on logits: logit cap, Gumbel noise, argmax and row splitting.
+"""Helpers shared by the kernels on logits: logit cap, Gumbel noise, argmax, softmax, row splitting.
 
 A row of logits is split into parts, one program each, so that few rows still fill the GPU.
 """
@@ -13,6 +13,8 @@ from sglang_dflash.kernels.logits.reference import HASH_FACTORS
 
 # target number of programs: about eight per SM of an H200
 PROGRAMS = 1056
+# stands for -inf where a difference to it must not be NaN
+LOWEST = tl.constexpr(-1e30)
 _FACTOR_0, _FACTOR_1, _FACTOR_2, _FACTOR_3, _FACTOR_4 = map(tl.constexpr, HASH_FACTORS)
 
 
@@ -24,6 +26,13 @@ def capped(x, LOGIT_CAP: tl.constexpr):
         # tanh via sigmoid, which saturates without overflow
         x = (2.0 * tl.sigmoid(2.0 * (x / LOGIT_CAP)) - 1.0) * LOGIT_CAP
     return x
+
+
+@triton.jit
+def scaled(x, temperature, LOGIT_CAP: tl.constexpr):
+    """Return logits capped and divided by the temperature; -inf for NaN."""
+    x = capped(x, LOGIT_CAP) / temperature
+    return tl.where(x == x, x, float("-inf"))
 
 
 @triton.jit
@@ -69,6 +78,31 @@ def part_bounds(part, part_width, width):
     """Return the first column of a part, and one past its last."""
     begin = part * part_width
     return begin, tl.minimum(begin + part_width, width)
+
+
+@triton.jit
+def sum_part(logits, begin, end, temperature, LOGIT_CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the maximum of a part of a row, and the sum of exp(x - maximum)."""
+    peak = tl.full([BLOCK], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(begin, end, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        raw = tl.load(logits + column, mask=column < end, other=float("nan"))
+        x = scaled(raw, temperature, LOGIT_CAP)
+        higher = tl.maximum(peak, x)
+        total = total * tl.exp(peak - higher) + tl.exp(x - higher)
+        peak = higher
+    highest = tl.max(peak, 0)
+    return highest, tl.sum(total * tl.exp(peak - highest), 0)
+
+
+@triton.jit
+def merge_parts(peaks, sums, at, live):
+    """Return `sum_part` of whole rows, from their parts [ROWS, PARTS]; a sum of 0 for no mass."""
+    peak = tl.load(peaks + at, mask=live, other=LOWEST)
+    total = tl.load(sums + at, mask=live, other=0.0)
+    highest = tl.max(peak, 1)
+    return highest, tl.sum(total * tl.exp(peak - highest[:, None]), 1)
 
 
 def split_rows(rows: int, width: int, block: int) -> tuple[int, int]:

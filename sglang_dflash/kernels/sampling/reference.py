@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from sglang_dflash.kernels.accept.reference import COUNT_MATCHES
 from sglang_dflash.kernels.logits.reference import Noise, capped, gumbel, noise_of_rows
+from sglang_dflash.kernels.packing import num_rows_of, places, unpack
 
 # the largest top_k that the `sample_rows` kernel supports
 MAX_TOP_K = 128
@@ -55,6 +57,17 @@ def argmax_and_sample(
     return torch.stack([highest, sampled])
 
 
+def peak_probabilities(
+    logits: Tensor,  # [n, V]
+    logit_cap: float = 0.0,
+) -> Tensor:
+    """Return the highest probability of each row, after the logit cap; [n] fp32.
+
+    NaN has no mass; 0 for a row without any.
+    """
+    return _probabilities(logits, torch.ones((), device=logits.device), logit_cap).amax(dim=-1)
+
+
 def sample_rows(
     logits: Tensor,  # [n, V]
     noise: Noise,  # for n / b rows of each request
@@ -88,7 +101,7 @@ def sample_rows(
 
 
 def reject_by_block(
-    logits: Tensor,  # [b, B, V], the target's
+    logits: Tensor,  # [b, B, V], the target's; [N, V] if the requests share N rows
     draft_logits: Tensor,  # [b, B - 1, V]
     drafts: Tensor,  # [b, B - 1] int64
     argmax_drafts: Tensor,  # [b, B - 1] int64
@@ -97,6 +110,8 @@ def reject_by_block(
     *,
     is_sampled: Tensor,  # [b] bool, whether drafts were sampled from draft_logits with the noise
     logit_cap: float = 0.0,
+    bounds: Tensor | None = None,  # [b + 1] int64, of each request's rows if they are shared
+    requests: Tensor | None = None,  # [N] int64, the request of each shared row
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Accept or reject drafts such that the committed tokens are a draw from the target's
     distribution, or greedy for a request without noise.
@@ -108,24 +123,26 @@ def reject_by_block(
     For each prefix, a = min(1, a of the prefix one shorter * p / q), and s is the mass of the
     residual max(a p - q, 0) after it. The prefix is accepted with probability s / (s + 1 - a), and
     the longest accepted one is kept. The token after it is sampled from the normalised residual.
+
+    With `bounds` the requests share N rows: each verifies only its first drafts, one fewer than its
+    rows, as if it had no others. Choices are then packed too, [N], and the advantage of the other
+    drafts is 0.
     """
+    number = torch.arange(1, drafts.shape[1] + 1, device=drafts.device)
+    is_verified = torch.ones_like(drafts, dtype=torch.bool)
+    if bounds is not None:
+        logits = unpack(logits, bounds, drafts.shape[1] + 1)
+        is_verified = number < num_rows_of(bounds)[:, None]
     temperatures = torch.where(noise.scales > 0, noise.scales, 1.0)[:, None, None]
     p, q = (_probabilities(x, temperatures, logit_cap) for x in (logits, draft_logits))
     # an all-NaN draft row has no distribution to reject against
-    known = is_sampled[:, None] & (q.sum(-1) > 0)
-    at = drafts[..., None]
-    ratios = (p[:, :-1].gather(-1, at) / q.gather(-1, at))[..., 0]
-    ratios = torch.where(known, ratios, 0.0)
-    prefix = [torch.ones_like(noise.scales)]
-    for ratio in ratios.unbind(1):
-        prefix.append((prefix[-1] * ratio).clamp(max=1.0))
-    a = torch.where(is_sampled[:, None], torch.stack(prefix, dim=1), 1.0)
-    known_q = torch.zeros_like(p)
-    known_q[:, :-1] = q * known[..., None]
+    known = is_sampled[:, None] & (q.sum(-1) > 0) & is_verified
+    ratios = torch.where(known, _likelihood(p, drafts) / _likelihood(q, drafts), 0.0)
+    a = torch.where(is_sampled[:, None], _prefix_acceptance(ratios), 1.0)
+    known_q = F.pad(q * known[..., None], (0, 0, 0, 1))
     residual = (a[..., None] * p - known_q).clamp(min=0.0)
     s = residual.sum(-1)
     keep = torch.where(a < 1, s / (s + 1 - a), 1.0)[:, 1:] > uniforms
-    number = torch.arange(1, drafts.shape[1] + 1, device=drafts.device)
     last_kept = torch.where(keep, number, 0).amax(dim=1)
 
     keys = noise.keys[:, : p.shape[1]] ^ SALT
@@ -138,8 +155,23 @@ def reject_by_block(
     kept = by_block[:, None] & (number <= num_correct[:, None])
     choices[:, :-1] = torch.where(kept, drafts, choices[:, :-1])
     overlap_mass = torch.minimum(p[:, :-1], q).sum(-1)
-    advantage = overlap_mass - p[:, :-1].gather(-1, argmax_drafts[..., None])[..., 0]
+    advantage = (overlap_mass - _likelihood(p, argmax_drafts)).where(is_verified, 0.0)
+    if bounds is not None and requests is not None:
+        choices = choices[places(bounds, requests.shape[0])]
     return choices, num_correct.int(), advantage
+
+
+def _likelihood(probabilities: Tensor, tokens: Tensor) -> Tensor:
+    """Return the probability of each token [b, n] in its row of [b, at least n, V]."""
+    return probabilities[:, : tokens.shape[1]].gather(-1, tokens[..., None])[..., 0]
+
+
+def _prefix_acceptance(ratios: Tensor) -> Tensor:
+    """Return `a` of each prefix [b, B], the empty one first, from the ratios p / q [b, B - 1]."""
+    prefix = [ratios.new_ones(ratios.shape[0])]
+    for ratio in ratios.unbind(1):
+        prefix.append((prefix[-1] * ratio).clamp(max=1.0))
+    return torch.stack(prefix, dim=1)
 
 
 def _numbers(logits: Tensor, logit_cap: float) -> Tensor:

@@ -1,0 +1,1 @@
+"""Sharing the rows of a step among its requests."""
