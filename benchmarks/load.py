@@ -11,9 +11,12 @@ pair. Plain decoding needs no profile. Systems: `plain`, `ours` (automatic width
 (N rows per request, fixed). `--in-tree 4.2 8` adds SGLang's DFLASH, which simulates one length per
 server, the same for all requests.
 
-All requests of a point start together and decode until two windows of --seconds were measured after
-a warm-up (benchmarks/load_windows.py). If the KV pool is too small for that, as with 256 requests
-of the 31B, each window is as long as the pool allows and gets its own batch.
+A point is measured in rounds: all of its requests start together, and the steps in which they go
+from --from-tokens to --to-tokens generated tokens are timed, on average over the requests
+(benchmarks/load_windows.py). So all systems are measured at the same contexts. Rounds with fresh
+requests follow, at most --rounds, until each of two windows, which share them, has --seconds. A
+round before them is not timed: in it the automatic width learns the profile. If the KV pool is too
+small, as with 256 requests of the 31B, stretches end at fewer tokens, and the table marks it.
 
 Writes OUT.json and OUT.md after every point and OUT.png after every system. `--into FILE.json` adds
 to the results of earlier calls at the same commit and measures only what is missing there;
@@ -28,7 +31,7 @@ import json
 import re
 import shlex
 import time
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +40,7 @@ import torch
 
 from benchmarks import ROOT, batch_load, gpu, load_windows, result_files, systems
 from benchmarks.load_report import draw, report
-from benchmarks.load_windows import Window
+from benchmarks.load_windows import Lap, Stretch, Window
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ServerProcess
 
@@ -48,7 +51,7 @@ SYSTEMS = ("plain", "ours-16", "ours")
 BLOCK_SIZE = 16
 FIXED_MOST = 128  # requests: graphs of whole blocks take the memory of 16 rows each
 START_S = 80.0  # estimates: to start a server, and around the windows of a point
-AROUND_S = 3.0
+AROUND_S = 5.0
 PART = re.compile(r"recorded|accept\d+(\.\d+)?")
 
 
@@ -139,34 +142,51 @@ def measure(
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Return the rate of one point, from two windows."""
-    windows: list[Window] = []
-    lengths = {"warmup": options.warmup, "seconds": options.seconds}
-    before = width_state(server)
-    for number in range(2):
+    first, last = load_windows.tokens_between(room, options.from_tokens, options.to_tokens)
+
+    def run_round(number: int, is_enough: Callable[[list[Lap]], bool]) -> list[Lap]:
         server.flush_cache()
         seed = f"{profile} {number} {time.time()}"
         prompts = batch_load.draw_prompts(num_requests, options.prompt, seed, options.ids)
         rids = rids_of(profile, num_requests, number)
-        is_enough = partial(load_windows.are_enough, wanted=2 - len(windows), **lengths)
-        laps = load_windows.run_round(server, prompts, rids, room, is_enough)
-        windows += load_windows.windows_of(laps, **lengths)
-        if len(windows) >= 2:
-            break
-    if not windows:
-        raise RuntimeError(
-            f"{num_requests} requests of {profile} ended before a steady step was logged. "
-            "Raise --new-tokens, or the server's --mem-fraction-static."
+        return load_windows.run_round(server, prompts, rids, room, is_enough)
+
+    def is_over(laps: list[Lap]) -> bool:
+        return load_windows.has_reached(laps, num_requests, last)
+
+    def is_warm(laps: list[Lap]) -> bool:
+        steady = load_windows.steady(laps, num_requests)
+        seconds = load_windows.seconds_of(laps[i] for i in steady)
+        return is_over(laps) or seconds >= options.seconds
+
+    run_round(0, is_warm)
+    before = width_state(server)
+    shares: tuple[list[Stretch], list[Stretch]] = ([], [])
+    for number in range(1, options.rounds + 1):
+        stretch = load_windows.stretch_of(
+            run_round(number, is_over), num_requests, first=first, last=last
         )
-    windows = windows[:2]
+        if stretch is None:
+            raise RuntimeError(
+                f"{num_requests} requests of {profile} ended before a steady step was logged. "
+                "Raise --to-tokens, or the server's --mem-fraction-static."
+            )
+        min(shares, key=load_windows.seconds_of).append(stretch)
+        if min(map(load_windows.seconds_of, shares)) >= options.seconds:
+            break
+    windows = [Window.of(share, options.prompt) for share in shares if share]
     spread = load_windows.spread_of(windows)
     mean = {
         name: round(sum(getattr(window, name) for window in windows) / len(windows), 3)
-        for name in ("tokens_per_s", "step_ms", "accept_length")
+        for name in ("tokens_per_s", "step_ms", "accept_length", "context")
     }
+    is_cut = any(stretch.is_cut for share in shares for stretch in share)
     return {
         "profile": profile,
         "requests": num_requests,
         **mean,
+        "tokens": [first, last],
+        "short": is_cut or last < options.to_tokens,
         "spread": None if spread is None else round(spread, 4),
         "graph": all(window.graph for window in windows),
         "windows": [window._asdict() for window in windows],
@@ -180,13 +200,19 @@ def width_state(server: ServerProcess) -> dict[str, Any] | None:
 
 
 def width_since(before: dict[str, Any] | None, after: dict[str, Any] | None) -> Any:
-    """Return the later report with the steps per width counted since the earlier one."""
+    """Return the later report with its steps counted since the earlier one: those per width, and
+    those whose rows the requests shared."""
     steps = (after or {}).get("steps_by_width")
     if after is None or not isinstance(steps, dict):
         return after
-    earlier = (before or {}).get("steps_by_width", {})
+    before = before or {}
+    earlier = before.get("steps_by_width", {})
     since = {width: count - earlier.get(width, 0) for width, count in steps.items()}
-    return {**after, "steps_by_width": {width: count for width, count in since.items() if count}}
+    found = {**after, "steps_by_width": {width: count for width, count in since.items() if count}}
+    if shared := after.get("shared"):
+        steps_before = (before.get("shared") or {}).get("steps", 0)
+        found["shared"] = {**shared, "steps": shared["steps"] - steps_before}
+    return found
 
 
 class Run:
@@ -196,6 +222,7 @@ class Run:
         self.options = options
         self.found = result_files.provenance(options.commit, hidden=("--into",))
         self.found |= {"model": Path(options.model_path).name, "prompt": options.prompt}
+        self.found["tokens"] = [options.from_tokens, options.to_tokens]
         self.found |= {"earlier_calls": [], "results": {}}
         if options.into:
             merge(self.found, options.into)
@@ -207,7 +234,7 @@ class Run:
         return [point for point in start.points(self.options.requests) if point not in keys]
 
     def estimate_s(self) -> float:
-        point = self.options.warmup + 2 * self.options.seconds + AROUND_S
+        point = 2 * self.options.seconds + AROUND_S
         counts = [len(self.missing(start)) for start in starts_of(self.options)]
         return sum(START_S + count * point for count in counts if count)
 
@@ -249,7 +276,8 @@ class Run:
                     result["skipped"].append(f"{profile or 'plain'} at {n}: out of time")
                     continue
                 try:
-                    room = load_windows.room_for(info, n, options.prompt, options.new_tokens)
+                    most = load_windows.AHEAD * options.to_tokens
+                    room = load_windows.room_for(info, n, options.prompt, most)
                     point = measure(server, profile, n, room, options)
                 except RuntimeError as error:
                     print(f"{start.system}, {profile}: {error}", flush=True)
@@ -317,11 +345,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", nargs="+", type=int, default=list(REQUESTS))
     parser.add_argument("--profiles", nargs="+", type=profile_name, default=list(PROFILES))
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
-    parser.add_argument("--seconds", type=float, default=4.0, help="length of a window")
-    parser.add_argument("--warmup", type=float, default=2.0, help="seconds before the windows")
-    parser.add_argument(
-        "--new-tokens", type=int, default=2048, help="most tokens of a request; bounds its context"
-    )
+    parser.add_argument("--from-tokens", type=int, default=32, help="before a timed stretch")
+    parser.add_argument("--to-tokens", type=int, default=160, help="at the end of the stretch")
+    parser.add_argument("--seconds", type=float, default=1.0, help="least time of a window")
+    parser.add_argument("--rounds", type=int, default=12, help="most timed rounds of a point")
     parser.add_argument("--ours-args", default="", help="further server arguments of ours, quoted")
     systems.add_backend_option(parser)
     parser.add_argument("--port", type=int, default=30000)
@@ -332,6 +359,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options.server_args = unknown
     if bool(options.model_path) != bool(options.draft_model_path):
         parser.error("--model-path and --draft-model-path go together: pass both or neither")
+    if not 0 <= options.from_tokens < options.to_tokens:
+        asked = f"--from-tokens {options.from_tokens} --to-tokens {options.to_tokens}"
+        parser.error(f"{asked}: the second must be the larger one")
+    if options.rounds < 2:
+        parser.error(f"--rounds {options.rounds}: pass 2 or more, for there are two windows")
     if options.into and not options.into.is_file():
         parser.error(f"--into {options.into}: no such file. Pass --out for the first call")
     if options.model_path is None and (options.shapes or torch.cuda.is_available()):

@@ -83,7 +83,8 @@ def verdict(results: dict[str, Any], key: tuple[str, int]) -> str:
 
 def marks(point: dict[str, Any]) -> str:
     unsteady = (point.get("spread") or 0.0) > AGREEMENT
-    return (" ?" if unsteady else "") + ("" if point["graph"] else " e")
+    marked = {" ?": unsteady, " e": not point["graph"], " s": bool(point.get("short"))}
+    return "".join(mark for mark, holds in marked.items() if holds)
 
 
 def rate_cell(point: dict[str, Any] | None) -> str:
@@ -95,16 +96,20 @@ def ratio_cell(found: float | None) -> str:
 
 
 def widths_text(point: dict[str, Any] | None) -> str:
-    """Return the widths of a point's steps, the most frequent first, e.g. "4 (80 %), 3 (20 %)"."""
+    """Return the widths of a point's steps, the most frequent first, e.g. "4 (80%), 3 (20%)"; of
+    steps whose rows the requests shared, the mean, e.g. "4.2 shared (97%)"."""
     width = (point or {}).get("width")
     if not isinstance(width, dict):
         return ""
-    steps = width.get("steps_by_width")
-    if not isinstance(steps, dict) or not sum(steps.values()):
+    counts = {str(w): n for w, n in (width.get("steps_by_width") or {}).items()}
+    shared = width.get("shared")
+    if shared and shared["steps"]:
+        counts[f"{shared['mean_width']:.1f} shared"] = shared["steps"]
+    total = sum(counts.values())
+    if not total:
         return ", ".join(f"{name} {value}" for name, value in width.items())
-    total = sum(steps.values())
-    shares = sorted(((n / total, int(w)) for w, n in steps.items()), reverse=True)
-    return ", ".join(f"{w} ({share:.0%})" for share, w in shares if share >= 0.05)
+    parts = sorted(counts.items(), key=lambda part: part[1], reverse=True)
+    return ", ".join(f"{name} ({n / total:.0%})" for name, n in parts if n / total >= 0.05)
 
 
 def table(results: dict[str, Any], profile: str) -> str:
@@ -136,6 +141,14 @@ def profiles_of(results: dict[str, Any]) -> list[str]:
     return [profile for profile in dict.fromkeys(keys) if profile is not None]
 
 
+def between(found: dict[str, Any]) -> str:
+    """Return the part of each answer that was timed, as the end of a sentence."""
+    if "tokens" not in found:
+        return ""
+    first, last = found["tokens"]
+    return f", from {first} to {last} generated tokens of a request on average"
+
+
 def report(found: dict[str, Any]) -> str:
     """Return all tables as Markdown, after the count of figures reached."""
     results = found["results"]
@@ -151,7 +164,8 @@ def report(found: dict[str, Any]) -> str:
     parts += [table(results, profile) for profile in profiles] or [plain_table(results)]
     parts.append(
         f"? marks a rate whose windows are more than {AGREEMENT:.0%} apart, e one of steps without "
-        "a CUDA graph. Rates are of decoding only, with all requests running."
+        "a CUDA graph, s one over fewer tokens, because the KV pool holds no more. Rates are of "
+        f"decoding only, with all requests running{between(found)}."
     )
     for name, result in results.items():
         parts += [f"{name} failed: {result['error']}"] if "error" in result else []

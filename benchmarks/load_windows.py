@@ -2,14 +2,16 @@
 
 Every few decode steps SGLang logs how many requests run and how many tokens per second they made
 since the line before, on the scheduler's own clock: a lap. No answer is streamed, so neither HTTP
-nor a slow client is measured. Requests start together and are aborted after the measurement.
+nor a slow client is measured. Requests start together and are aborted after the measurement. What
+is measured of such a round is a stretch of its laps, given by the tokens that each request has
+generated: at the same time, a faster system would have longer contexts.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -18,6 +20,12 @@ import requests
 from sglang_dflash.testing.server import ServerProcess
 
 STEPS_PER_LAP = 4
+# of these, on average in a round's first lap: it began with the last steps of the round before
+FIRST_LAP_STEPS = (STEPS_PER_LAP + 1) / 2
+# most tokens of a request over the mean at the end of the stretch: of accept lengths 2 and 8, half
+# of the requests each, the faster half has 1.6 times the mean, some of them more, and the last lap
+# may end a little later
+AHEAD = 2
 LOG_ARGS = ("--decode-log-interval", str(STEPS_PER_LAP))
 TOKENS_AHEAD = 64  # slots that a request reserves for upcoming blocks
 FEWEST_NEW_TOKENS = 32
@@ -56,69 +64,95 @@ def laps_in(log: str) -> list[Lap]:
     ]
 
 
+class Stretch(NamedTuple):
+    """The measured laps of a round: consecutive, with all requests running."""
+
+    laps: tuple[Lap, ...]
+    begin: float  # tokens that each request had generated, on average
+    end: float
+    is_cut: bool  # whether requests ended before it was complete
+
+    @property
+    def seconds(self) -> float:
+        return seconds_of(self.laps)
+
+
+def seconds_of(parts: Iterable[Lap | Stretch]) -> float:
+    return sum(part.seconds for part in parts)
+
+
 class Window(NamedTuple):
-    """Consecutive laps with all requests running."""
+    """The stretches of some rounds."""
 
     tokens_per_s: float
     seconds: float
     step_ms: float
     accept_length: float
     graph: bool
+    context: float  # tokens of a request, on average over the steps
+    rounds: int
 
     @classmethod
-    def of(cls, laps: Sequence[Lap]) -> Window:
-        tokens, seconds = sum(lap.tokens for lap in laps), sum(lap.seconds for lap in laps)
+    def of(cls, stretches: Sequence[Stretch], prompt: int) -> Window:
+        laps = [lap for stretch in stretches for lap in stretch.laps]
+        tokens, seconds = sum(lap.tokens for lap in laps), seconds_of(laps)
         steps = STEPS_PER_LAP * len(laps)
+        middles = [len(each.laps) * (each.begin + each.end) / 2 for each in stretches]
         return cls(
             tokens_per_s=round(tokens / seconds, 2),
             seconds=round(seconds, 2),
             step_ms=round(1000 * seconds / steps, 3),
             accept_length=round(tokens / steps / laps[0].running, 3),
             graph=all(lap.graph for lap in laps),
+            context=round(prompt + sum(middles) / len(laps), 1),
+            rounds=len(stretches),
         )
 
 
-def steady(laps: Sequence[Lap], num_requests: int) -> tuple[list[Lap], bool]:
-    """Return the laps with all requests running, and whether they have ended.
+def steady(laps: Sequence[Lap], num_requests: int) -> range:
+    """Return the places of the laps with all requests running.
 
     The first such lap is left out: it may have begun before the last prefill.
     """
-    first = next((i for i, lap in enumerate(laps) if lap.running == num_requests), len(laps))
-    found: list[Lap] = []
-    for lap in laps[first + 1 :]:
-        if lap.running != num_requests:
-            return found, True
-        found.append(lap)
-    return found, False
+    first = next((i for i, lap in enumerate(laps) if lap.running == num_requests), len(laps)) + 1
+    end = first
+    while end < len(laps) and laps[end].running == num_requests:
+        end += 1
+    return range(first, end)
 
 
-def windows_of(laps: Sequence[Lap], *, warmup: float, seconds: float) -> list[Window]:
-    """Cut steady laps into windows of `seconds` after a warm-up.
-
-    If they are too short for one window, what follows the warm-up is the only one, and the warm-up
-    takes at most half of them.
-    """
-    total = sum(lap.seconds for lap in laps)
-    skip = warmup if total >= warmup + seconds else min(warmup, total / 2)
-    windows: list[Window] = []
-    current: list[Lap] = []
-    elapsed = 0.0
+def progress(laps: Sequence[Lap], num_requests: int) -> list[float]:
+    """Return the tokens that each request has generated, on average, before a round's first lap
+    and after each. Prefill made the first token."""
+    found = [1.0]
     for lap in laps:
-        began, elapsed = elapsed, elapsed + lap.seconds
-        if began < skip:
-            continue
-        current.append(lap)
-        if sum(each.seconds for each in current) >= seconds:
-            windows.append(Window.of(current))
-            current = []
-    return windows or ([Window.of(current)] if current else [])
+        steps = FIRST_LAP_STEPS if len(found) == 1 else STEPS_PER_LAP
+        found.append(found[-1] + lap.tokens / num_requests * steps / STEPS_PER_LAP)
+    return found
 
 
-def are_enough(laps: Sequence[Lap], wanted: int, *, warmup: float, seconds: float) -> bool:
-    """Return whether steady laps hold so many full windows."""
-    windows = windows_of(laps, warmup=warmup, seconds=seconds)
-    is_long = sum(lap.seconds for lap in laps) >= warmup + wanted * seconds
-    return is_long and sum(window.seconds >= seconds for window in windows) >= wanted
+def has_reached(laps: Sequence[Lap], num_requests: int, tokens: float) -> bool:
+    return progress(laps, num_requests)[-1] >= tokens
+
+
+def stretch_of(laps: Sequence[Lap], num_requests: int, first: float, last: float) -> Stretch | None:
+    """Return the steady laps of a round whose middle lies between these tokens of a request; if
+    there is none, the last steady lap, and None without one."""
+    places, tokens = steady(laps, num_requests), progress(laps, num_requests)
+    inside = [i for i in places if first <= (tokens[i] + tokens[i + 1]) / 2 < last]
+    inside = inside or list(places[-1:])
+    if not inside:
+        return None
+    begin, end = inside[0], inside[-1] + 1
+    is_cut = tokens[places.stop] < last
+    return Stretch(tuple(laps[begin:end]), tokens[begin], tokens[end], is_cut)
+
+
+def tokens_between(room: int, first: int, last: int) -> tuple[int, int]:
+    """Return the tokens at which a stretch begins and ends: as asked, or fewer if requests that are
+    ahead of the others would end before."""
+    last = min(last, room // AHEAD)
+    return min(first, last // 2), last
 
 
 def spread_of(windows: Sequence[Window]) -> float | None:
@@ -151,8 +185,8 @@ def run_round(
     new_tokens: int,
     is_enough: Callable[[list[Lap]], bool],
 ) -> list[Lap]:
-    """Decode all prompts together; return the steady laps once they are enough, or the requests
-    have begun to end."""
+    """Decode all prompts together; return the laps once they are enough, or the requests have begun
+    to end."""
     params = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
     body: dict[str, Any] = {"input_ids": prompts, "rid": rids, "sampling_params": params}
     before = len(server.log())
@@ -176,9 +210,10 @@ def wait_for_laps(
     while True:
         is_done = answer.done() or time.monotonic() > deadline
         laps = laps_in(server.log()[before:])
-        found, ended = steady(laps, num_requests)
-        if ended or is_enough(found) or (is_done and found):
-            return found
+        found = steady(laps, num_requests)
+        ended = found.stop < len(laps)
+        if ended or (found and (is_done or is_enough(laps))):
+            return laps
         if is_done or (not found and len(laps) > MOST_LAPS):
             break
         time.sleep(POLL_SECONDS)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import load, load_report, load_windows
-from benchmarks.load_windows import Lap, Window
+from benchmarks.load_windows import Lap, Stretch, Window
 from sglang_dflash.simulate import DrawnAcceptance
 
 PLAIN_LINE = (
@@ -25,9 +25,9 @@ OUR_LINE = (
 )
 
 
-def laps(*rates: float, running: int = 2, graph: bool = True) -> list[Lap]:
-    """Return laps of plain decoding: 8 tokens each with two requests."""
-    return [Lap(running, rate, 1.0, graph) for rate in rates]
+def laps(*rates: float, running: int = 2, accept_length: float = 1.0) -> list[Lap]:
+    """Return laps of four steps: with two requests in plain decoding, of 8 tokens."""
+    return [Lap(running, rate, accept_length, True) for rate in rates]
 
 
 def test_laps_are_read_from_the_schedulers_lines() -> None:
@@ -39,40 +39,62 @@ def test_laps_are_read_from_the_schedulers_lines() -> None:
 
 def test_a_lap_that_may_hold_prefill_is_left_out() -> None:
     ramp = laps(1.0, running=1) + laps(2.0, 8.0, 8.0)
-    assert load_windows.steady(ramp, 2) == (laps(8.0, 8.0), False)
-    assert load_windows.steady(ramp + laps(8.0, running=1), 2) == (laps(8.0, 8.0), True)
-    assert load_windows.steady(laps(1.0, running=1), 2) == ([], False)
+    assert load_windows.steady(ramp, 2) == range(2, 4)
+    assert load_windows.steady(ramp + laps(8.0, running=1) + laps(8.0), 2) == range(2, 4)
+    assert not load_windows.steady(laps(1.0, running=1), 2)
+    assert not load_windows.steady(ramp[:2], 2)
 
 
-def test_windows_follow_the_warm_up_and_each_other() -> None:
-    """Each lap of 8 tokens takes a second at 8 tokens/s, half a second at 16."""
-    found = load_windows.windows_of(
-        laps(1000.0, 4.0, 8.0, 8.0, 16.0, 16.0, 16.0, 16.0, 8.0), warmup=2.0, seconds=2.0
-    )
-    assert [(window.tokens_per_s, window.seconds) for window in found] == [(8.0, 2.0), (16.0, 2.0)]
-    assert load_windows.spread_of(found) == 1.0
-    assert load_windows.spread_of(found[:1]) is None
+def test_progress_counts_the_tokens_of_all_requests() -> None:
+    """Prefill's token; 2.5 of the first lap's steps, with one of two requests; 4 steps of both."""
+    ramp = laps(1.0, running=1) + laps(1.0, accept_length=2.0)
+    assert load_windows.progress(ramp, 2) == [1, 2.25, 10.25]
+    assert load_windows.has_reached(ramp, 2, 10.25)
+    assert not load_windows.has_reached(ramp, 2, 10.5)
 
 
-def test_a_rate_is_all_tokens_over_all_seconds() -> None:
+@pytest.mark.parametrize("accept_length", [1.0, 2.5, 5.0])
+def test_every_system_is_timed_over_the_same_tokens(accept_length: float) -> None:
+    """By time, the faster one would be timed at longer contexts."""
+    enough = laps(*[8.0] * 100, accept_length=accept_length)
+    found = load_windows.stretch_of(enough, 2, 32, 160)
+    assert found and not found.is_cut
+    # laps are whole: half of one may be missing or too much on either side
+    half = 2 * accept_length
+    assert abs(found.begin - 32) <= half and abs(found.end - 160) <= half
+    assert len(found.laps) == pytest.approx(128 / (4 * accept_length), abs=1)
+
+
+def test_a_round_that_ends_early_is_cut() -> None:
+    early = laps(*[8.0] * 20) + laps(8.0, running=1) + laps(*[8.0] * 50)
+    found = load_windows.stretch_of(early, 2, 32, 160)
+    # 1 + 2.5 + 4 * 19 tokens before a request ended
+    assert found and found.is_cut and found.end == 79.5
+    assert load_windows.stretch_of(early[:1], 2, 32, 160) is None
+    # no lap's middle lies in between: the last steady one
+    coarse = laps(8.0, 8.0, 8.0, accept_length=16.0)
+    found = load_windows.stretch_of(coarse, 2, 20, 30)
+    assert found == Stretch((coarse[2],), 105.0, 169.0, is_cut=False)
+
+
+def test_a_small_pool_has_stretches_of_fewer_tokens() -> None:
+    """Requests ahead of the mean must not end inside of one."""
+    assert load_windows.tokens_between(320, 32, 160) == (32, 160)
+    assert load_windows.tokens_between(5000, 32, 160) == (32, 160)
+    assert load_windows.tokens_between(90, 32, 160) == (22, 45)
+
+
+def test_a_window_is_all_tokens_over_all_seconds() -> None:
     """The mean of the laps' rates would count a short, fast lap like a long, slow one."""
-    window = Window.of([Lap(2, 10.0, 5.0, True), Lap(2, 40.0, 5.0, False)])
-    # 40 tokens in 4 s and 40 in 1 s, 8 steps
-    assert window == Window(16.0, 5.0, step_ms=625.0, accept_length=5.0, graph=False)
-
-
-def test_a_round_too_short_for_a_window_gives_its_second_half() -> None:
-    short = laps(4.0, 8.0, 8.0)  # 2, 1 and 1 seconds
-    found = load_windows.windows_of(short, warmup=3.0, seconds=4.0)
-    assert [(window.tokens_per_s, window.seconds) for window in found] == [(8.0, 2.0)]
-    assert not load_windows.are_enough(short, 1, warmup=3.0, seconds=4.0)
-    assert load_windows.windows_of([], warmup=3.0, seconds=4.0) == []
-
-
-@pytest.mark.parametrize(("seconds", "enough"), [(9, False), (10, True)])
-def test_a_round_ends_with_its_last_full_window(seconds: int, enough: bool) -> None:
-    found = load_windows.are_enough(laps(*[8.0] * seconds), 2, warmup=2.0, seconds=4.0)
-    assert found is enough
+    slow = Stretch((Lap(2, 10.0, 5.0, True),), 30, 50, is_cut=False)
+    fast = Stretch((Lap(2, 40.0, 5.0, False), Lap(2, 40.0, 5.0, True)), 40, 80, is_cut=False)
+    # 40 tokens in 4 s and twice in 1 s, 12 steps; contexts of 140 and twice 160
+    assert Window.of([slow, fast], 100) == Window(
+        20.0, 6.0, step_ms=500.0, accept_length=5.0, graph=False, context=153.3, rounds=2
+    )
+    found = [Window.of([slow], 0), Window.of([fast], 0)]
+    assert load_windows.spread_of(found) == 3.0
+    assert load_windows.spread_of(found[:1]) is None
 
 
 class Served:
@@ -90,7 +112,84 @@ def test_waiting_ends_when_requests_end(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(load_windows, "POLL_SECONDS", 0.0)
     served: Any = Served([PLAIN_LINE] * 3 + [PLAIN_LINE.replace("req: 4", "req: 3")] * 9)
     found = load_windows.wait_for_laps(served, 0, 4, Future(), lambda _: False)
-    assert found == [Lap(4, 200.0, 1.0, True)] * 2
+    assert found == [Lap(4, 200.0, 1.0, True)] * 3 + [Lap(3, 200.0, 1.0, True)]
+
+
+def test_waiting_ends_when_laps_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_windows, "POLL_SECONDS", 0.0)
+    served: Any = Served([PLAIN_LINE] * 9)
+    found = load_windows.wait_for_laps(served, 0, 4, Future(), lambda laps: len(laps) >= 5)
+    assert len(found) == 5
+
+
+class Rounds:
+    """Rounds of two requests, with laps of 8 tokens at these rates."""
+
+    def __init__(self, *rates: float, most: int = 100) -> None:
+        self.rates, self.most = rates, most
+        self.rids: list[list[str]] = []
+        self.laps: list[int] = []
+
+    def run(self, server: Any, prompts: Any, rids: list[str], room: int, is_enough: Any) -> Any:
+        found: list[Lap] = []
+        while not is_enough(found) and len(found) < self.most:
+            found += laps(self.rates[len(self.rids) % len(self.rates)])
+        self.rids.append(rids)
+        self.laps.append(len(found))
+        return found
+
+
+def measured(
+    rounds: Rounds, monkeypatch: pytest.MonkeyPatch, *more: str, room: int = 320
+) -> dict[str, Any]:
+    class Idle:
+        def flush_cache(self) -> None: ...
+
+        def info(self) -> dict[str, Any]:
+            steps = {"steps_by_width": {"4": 10 * len(rounds.rids)}}
+            return {"internal_states": [{"sglang_dflash": {"width": steps}}]}
+
+    monkeypatch.setattr(load_windows, "run_round", rounds.run)
+    server: Any = Idle()
+    return load.measure(server, "accept2", 2, room, load.parse(["--out", "x", *more]))
+
+
+def test_rounds_are_timed_until_both_windows_are_long_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lap of 8 tokens takes 5 ms at 1600/s, so 32 laps take 0.16 s."""
+    rounds = Rounds(800.0, 1600.0)
+    found = measured(rounds, monkeypatch, "--seconds", "0.3")
+    # one that is not timed, then each to whichever window is shorter: 0.16, 0.32 and 0.16 s
+    assert [window["rounds"] for window in found["windows"]] == [2, 1]
+    assert [window["tokens_per_s"] for window in found["windows"]] == [1600.0, 800.0]
+    assert len(rounds.rids) == 4 and len({rid for rids in rounds.rids for rid in rids}) == 8
+    assert found["tokens_per_s"] == 1200.0 and found["spread"] == 1.0
+    assert found["tokens"] == [32, 160] and not found["short"]
+    assert found["context"] == pytest.approx(128 + 96, abs=2)
+    # without the round that is not timed
+    assert found["width"] == {"steps_by_width": {"4": 30}}
+
+
+def test_a_slow_warm_up_ends_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = Rounds(8.0)  # a lap is a second
+    measured(rounds, monkeypatch, "--seconds", "3")
+    assert rounds.laps == [4, 41, 41]
+
+
+def test_no_more_rounds_than_allowed_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = Rounds(8000.0)
+    found = measured(rounds, monkeypatch, "--rounds", "5")
+    assert len(rounds.rids) == 6
+    assert [window["rounds"] for window in found["windows"]] == [3, 2]
+
+
+def test_a_point_says_when_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = measured(Rounds(8.0), monkeypatch, room=90)
+    assert short["short"] and short["tokens"] == [22, 45]
+    assert measured(Rounds(8.0, most=20), monkeypatch)["short"]
+    with pytest.raises(RuntimeError, match="ended before a steady step was logged"):
+        measured(Rounds(8.0, most=1), monkeypatch)
 
 
 def test_requests_that_never_run_together_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +282,19 @@ def test_widths_are_those_of_the_point() -> None:
     assert load_report.widths_text({"width": None}) == ""
 
 
+def test_steps_with_shared_rows_are_shown_with_their_mean_width() -> None:
+    uniform = {"1": 50}
+    before = {"steps_by_width": uniform, "shared": {"steps": 100, "mean_width": 8.0}}
+    after = {"steps_by_width": {"1": 53}, "shared": {"steps": 197, "mean_width": 4.23}}
+    found = load.width_since(before, after)
+    assert found["shared"] == {"steps": 97, "mean_width": 4.23}
+    assert load_report.widths_text({"width": found}) == "4.2 shared (97%)"
+    first = load.width_since({"steps_by_width": {}}, after)
+    assert load_report.widths_text({"width": first}) == "4.2 shared (79%), 1 (21%)"
+    none = {"steps_by_width": uniform, "shared": {"steps": 0, "mean_width": None}}
+    assert load_report.widths_text({"width": load.width_since(None, none)}) == "1 (100%)"
+
+
 def point(profile: str | None, n: int, rate: float, **more: Any) -> dict[str, Any]:
     found = {"profile": profile, "requests": n, "tokens_per_s": rate, "spread": 0.0, "graph": True}
     return found | more
@@ -198,7 +310,7 @@ RESULTS = {
         "points": [
             point("accept8", 8, 690.0, width={"steps_by_width": {"16": 9, "12": 1}}),
             point("accept8", 32, 790.0, spread=0.04),
-            point("accept8", 256, 1200.0, graph=False),
+            point("accept8", 256, 1200.0, graph=False, short=True),
             point("accept1", 32, 197.0),
         ]
     },
@@ -217,17 +329,19 @@ def test_the_table_says_what_was_reached() -> None:
     assert eight[4:] == ["690.0", "0.986", "16 (90%), 12 (10%)", of_fixed, missed]
     assert thirty_two[:4] == ["32", "200.0", "3.000", "3.950 ?"]
     assert thirty_two[4:] == ["790.0 ?", "1.317", "", "3.9", "met"]
-    # fixed 16 was not measured here; the automatic width ran without a graph
-    assert many[:4] == ["256", "1000.0", "", "1.200 e"]
-    assert many[4:] == ["1200.0 e", "", "", "1.2", "met"]
+    # fixed 16 was not measured here; the automatic width ran without a graph, in a small pool
+    assert many[:4] == ["256", "1000.0", "", "1.200 e s"]
+    assert many[4:] == ["1200.0 e s", "", "", "1.2", "met"]
     assert cells("accept1")[0][-2:] == ["0.98", "met"]
 
 
 def test_the_report_names_what_was_missed_and_skipped() -> None:
-    text = load_report.report({"results": RESULTS, "earlier_calls": [{"command": "python x"}]})
+    found = {"results": RESULTS, "earlier_calls": [{"command": "python x"}], "tokens": [32, 160]}
+    text = load_report.report(found)
     assert text.startswith("3 of 4 figures reached. Missed: accept8 at 8.")
     assert "ours-16, not measured: more than 128 requests" in text
     assert "- `python x`" in text
+    assert "from 32 to 160 generated tokens of a request on average." in text
     alone = load_report.report({"results": {"plain": RESULTS["plain"]}})
     assert "| 256 | 1000.0 |" in alone
 
@@ -255,7 +369,7 @@ def test_a_later_call_measures_only_what_is_missing(tmp_path: Path) -> None:
     plain, fixed, auto = load.starts_of(later.options)
     assert later.missing(plain) == [(None, 64)]
     assert later.missing(fixed) == later.missing(auto) == [("accept8", 64)]
-    assert later.estimate_s() == 3 * (load.START_S + 2 + 8 + load.AROUND_S)
+    assert later.estimate_s() == 3 * (load.START_S + 2 + load.AROUND_S)
     assert [call["commit"] for call in later.found["earlier_calls"]] == ["abc"]
 
 
@@ -266,6 +380,14 @@ def test_results_of_another_commit_are_not_mixed(tmp_path: Path) -> None:
         load.Run(load.parse(["--commit", "def", "--into", str(path)]))
     with pytest.raises(SystemExit, match="prompt is 128 there and 64 here"):
         load.Run(load.parse(["--commit", "abc", "--prompt", "64", "--into", str(path)]))
+    with pytest.raises(SystemExit, match=r"tokens is \[32, 160\] there and \[32, 96\] here"):
+        load.Run(load.parse(["--commit", "abc", "--to-tokens", "96", "--into", str(path)]))
+
+
+@pytest.mark.parametrize("arguments", ["--from-tokens 160", "--to-tokens 32", "--rounds 1"])
+def test_a_measurement_of_nothing_is_refused(arguments: str) -> None:
+    with pytest.raises(SystemExit):
+        load.parse(shlex.split(arguments))
 
 
 def test_the_ratios_are_plotted(tmp_path: Path) -> None:
