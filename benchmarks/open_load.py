@@ -1,0 +1,297 @@
+"""Serve requests that arrive at random times: throughput and latency over the rate of arrivals.
+
+    python -m benchmarks.open_load --prompts DIR/*.jsonl --model-path M --draft-model-path D \\
+        --rates 1 2 4 8 16 --out results/open-load
+
+Requests arrive as in a Poisson process, --seconds long at each of the rising --rates, whether or
+not earlier ones have been answered. Each line of the prompt files is an object with `turns` (the
+first is asked), `prompt` or `question`. Prompts, arrivals and --max-tokens are the same for all
+systems: `plain`, `ours-16` (whole blocks are verified) and `ours` (automatic width). Answers are
+greedy, end as the model ends them, and are streamed from SGLang's /generate.
+
+For each rate: output tokens per second from the first arrival to the last answer's end; time to
+the first token, from the request's arrival; and time per output token after it, per request. Where
+the server cannot keep up, times grow with --seconds. Writes OUT.json and OUT.md after every point;
+`--budget-s` starts no point after that time. Unknown arguments are passed to all servers. Without a
+GPU, launch/cpu.sh serves the embedded pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import requests
+import torch
+
+from benchmarks import ROOT, load, result_files, systems
+from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.testing.server import ServerProcess, free_port
+
+SYSTEMS = ("plain", "ours-16", "ours")
+RATES = (1.0, 2.0, 4.0, 8.0, 16.0)
+MOST_WAITING = 1024  # requests in flight; each has a thread
+WARM_UP_REQUESTS = 8
+REQUEST_TIMEOUT_S = 600
+MOST_BYTES = 65536  # read at once; less arrives as it comes
+SHARES = (50, 99)  # percentiles in the table
+
+
+class Answer(NamedTuple):
+    """When a streamed answer came, in seconds after the first request's arrival."""
+
+    arrived: float
+    first: float  # the first token's time
+    ended: float
+    first_tokens: int  # that came with it
+    tokens: int
+
+    @property
+    def to_first_token(self) -> float:
+        return self.first - self.arrived
+
+    @property
+    def per_token(self) -> float | None:
+        """Seconds per token after the first; None if none followed."""
+        later = self.tokens - self.first_tokens
+        return (self.ended - self.first) / later if later > 0 else None
+
+
+def read_prompts(paths: Iterable[Path]) -> list[str]:
+    """Return the first question of each line, in a fixed shuffled order."""
+    lines = [line for path in paths for line in path.read_text().splitlines() if line.strip()]
+    rows = [json.loads(line) for line in lines]
+    found = [
+        (row.get("turns") or [None])[0] or row.get("prompt") or row["question"] for row in rows
+    ]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def to_ids(model_path: str, prompts: Sequence[str]) -> list[list[int]]:
+    """Return the prompts as token ids, as chats if the model has a chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=True)
+    if tokenizer.chat_template is None:
+        return [tokenizer.encode(prompt) for prompt in prompts]
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    texts = [
+        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        for chat in chats
+    ]
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+def arrivals(rate: float, seconds: float) -> list[float]:
+    """Return the times of a Poisson process, from 0 on; the same for every call."""
+    chance = random.Random(f"{rate} {seconds}")
+    found = [0.0]
+    while (later := found[-1] + chance.expovariate(rate)) < seconds:
+        found.append(later)
+    return found
+
+
+def read_stream(lines: Iterable[bytes], arrived: float, now: Callable[[], float]) -> Answer:
+    """Follow a streamed answer to its end. Only its first and last parts are parsed: the client
+    must not be what limits the rate."""
+    first = last = b""
+    began = ended = 0.0
+    for line in lines:
+        if line.startswith(b"data: {"):
+            last, ended = line, now()
+            if not first:
+                first, began = last, ended
+    if not last:
+        raise RuntimeError("the answer has no tokens")
+    counts = []
+    for part in (first, last):
+        meta = json.loads(part.removeprefix(b"data: ")).get("meta_info")
+        if meta is None:
+            raise RuntimeError(f"the server answered {part[:300]!r}")
+        counts.append(meta["completion_tokens"])
+    return Answer(arrived, began, ended, *counts)
+
+
+def run_point(
+    url: str, prompts: Sequence[list[int]], times: Sequence[float], max_tokens: int
+) -> tuple[list[Answer], list[str]]:
+    """Send a request at each of the times; return the answers and the failures."""
+    began = time.monotonic()
+    failures: list[str] = []
+
+    def one(number: int) -> Answer | None:
+        params = {"temperature": 0.0, "max_new_tokens": max_tokens}
+        ids = prompts[number % len(prompts)]
+        body: dict[str, Any] = {"input_ids": ids, "sampling_params": params, "stream": True}
+        try:
+            with requests.post(
+                f"{url}/generate", json=body, stream=True, timeout=REQUEST_TIMEOUT_S
+            ) as reply:
+                reply.raise_for_status()
+                lines = reply.iter_lines(chunk_size=MOST_BYTES)
+                return read_stream(lines, times[number], lambda: time.monotonic() - began)
+        except (RuntimeError, requests.RequestException) as error:
+            failures.append(f"request {number}: {error}")
+            return None
+
+    with ThreadPoolExecutor(min(len(times), MOST_WAITING)) as pool:
+        waiting = []
+        for number, at in enumerate(times):
+            time.sleep(max(0.0, began + at - time.monotonic()))
+            waiting.append(pool.submit(one, number))
+        answers = [future.result() for future in waiting]
+    return [answer for answer in answers if answer is not None], failures
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """Return the smallest value that is not below this percentage of the values."""
+    if not values:
+        return None
+    place = -(-len(values) * share // 100)
+    return sorted(values)[max(int(place) - 1, 0)]
+
+
+def numbers(rate: float, answers: Sequence[Answer], failures: Sequence[str]) -> dict[str, Any]:
+    """Return a point's fields in the result file."""
+    seconds = max((answer.ended for answer in answers), default=0.0)
+    first_ms = [round(1000 * answer.to_first_token, 2) for answer in answers]
+    token_ms = [
+        round(1000 * each, 3) for answer in answers if (each := answer.per_token) is not None
+    ]
+    return {
+        "rate": rate,
+        "requests": len(answers) + len(failures),
+        "failures": list(failures[:5]),
+        "failed": len(failures),
+        "seconds": round(seconds, 2),
+        "tokens_per_s": round(sum(a.tokens for a in answers) / seconds, 1) if seconds else 0.0,
+        "first_token_ms": {str(share): percentile(first_ms, share) for share in SHARES},
+        "ms_per_token": {str(share): percentile(token_ms, share) for share in SHARES},
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return a row per rate and system."""
+    titles = ["requests/s", "system", "tokens/s"]
+    titles += [f"ms per token, p{share}" for share in SHARES]
+    titles += [f"ms to the first token, p{share}" for share in SHARES]
+    lines = ["| " + " | ".join([*titles, "failed"]) + " |", "|" + "---|" * (len(titles) + 1)]
+    points = [(p["rate"], name, p) for name, result in results.items() for p in result["points"]]
+    for rate, name, point in sorted(points, key=lambda each: each[0]):
+        cells = [f"{rate:g}", name, f"{point['tokens_per_s']:.1f}"]
+        for field in ("ms_per_token", "first_token_ms"):
+            values = [point[field][str(share)] for share in SHARES]
+            cells += ["" if value is None else f"{value:.1f}" for value in values]
+        lines.append("| " + " | ".join([*cells, str(point["failed"] or "")]) + " |")
+    errors = [f"{name} failed: {r['error']}" for name, r in results.items() if "error" in r]
+    return "\n\n".join(["\n".join(lines), *errors, systems.backends_line(results)]).strip()
+
+
+def serve(system: str, options: argparse.Namespace) -> ServerProcess:
+    """Start a system as a user would."""
+    port = free_port()
+    if torch.cuda.is_available():
+        command = [str(ROOT / "launch" / "serve.sh"), options.model_path, options.draft_model_path]
+        command += systems.backend_args(
+            systems.kind_of(system), options.model_path, options.peer_attention_backend
+        )
+    else:
+        command = [str(ROOT / "launch" / "cpu.sh"), "--model-path", options.model_path]
+        if system != "plain":
+            command += ["--speculative-draft-model-path", options.draft_model_path]
+    command += [*options.server_args, "--port", str(port)]
+    return ServerProcess(command, env=switches(system), port=port)
+
+
+def switches(system: str) -> dict[str, str]:
+    found = systems.switches(systems.kind_of(system))
+    if system.startswith("ours"):
+        found["SGLANG_DFLASH_WIDTH"] = system.removeprefix("ours").lstrip("-") or "auto"
+    return found
+
+
+def run_system(
+    system: str, prompts: list[list[int]], options: argparse.Namespace, late: Callable[[], bool]
+) -> Iterable[dict[str, Any]]:
+    """Measure a system; yield what is known of it after every point."""
+    result: dict[str, Any] = {"points": []}
+    server = serve(system, options)
+    try:
+        server.wait()
+        info = server.info()
+        load.check_system(system, info)
+        result |= {"start_s": server.start_s, "attention": systems.backends_in_use(info)}
+        # kernels are built at their first use; all at once, so that batches are decoded, too
+        run_point(server.url, prompts, [0.0] * WARM_UP_REQUESTS, options.max_tokens)
+        for rate in sorted(options.rates):
+            if late():
+                break
+            server.flush_cache()
+            times = arrivals(rate, options.seconds)
+            found = run_point(server.url, prompts, times, options.max_tokens)
+            point = numbers(rate, *found)
+            print(f"{system}: {point}", flush=True)
+            result["points"].append(point)
+            yield result
+    except (RuntimeError, requests.RequestException) as error:
+        print(f"{system}: {error}", flush=True)
+        yield result | {"error": str(error)[-2000:]}
+    finally:
+        systems.stop_server(server, options.logs, system)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--prompts", nargs="+", type=Path, required=True, help="jsonl files")
+    parser.add_argument("--model-path", help="default: the embedded pair")
+    parser.add_argument("--draft-model-path")
+    parser.add_argument("--systems", nargs="+", type=load.system_name, default=list(SYSTEMS))
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="requests/s")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals at each rate")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of an answer")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="0: no limit")
+    systems.add_backend_option(parser)
+    result_files.add_result_options(parser, picture=False)
+    options, unknown = parser.parse_known_args(arguments)
+    options.server_args = unknown
+    if bool(options.model_path) != bool(options.draft_model_path):
+        parser.error("--model-path and --draft-model-path go together: pass both or neither")
+    for path in options.prompts:
+        if not path.is_file():
+            parser.error(f"--prompts {path}: no such file")
+    if min(options.rates) <= 0:
+        parser.error("--rates: pass numbers above 0")
+    options.model_path = options.model_path or str(tiny_target())
+    options.draft_model_path = options.draft_model_path or str(tiny_drafter())
+    options.out = options.out or ROOT / "benchmarks" / "results" / "open-load"
+    return options
+
+
+def main() -> None:
+    options = parse()
+    began = time.monotonic()
+    found = result_files.provenance(options.commit)
+    found |= {"model": Path(options.model_path).name, "seconds": options.seconds, "results": {}}
+    prompts = to_ids(options.model_path, read_prompts(options.prompts))
+
+    def late() -> bool:
+        return bool(options.budget_s) and time.monotonic() - began > options.budget_s
+
+    for system in options.systems:
+        for result in run_system(system, prompts, options, late):
+            found["results"][system] = result
+            result_files.write(found, options.out, table(found["results"]))
+    print(table(found["results"]))
+    if any("error" in result for result in found["results"].values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
