@@ -34,7 +34,8 @@ COLD_SHARE = 0.9
 # verify widths given to a server, in its script folder (tests/plugins/widths.py)
 WIDTHS_FILE = "widths"
 FULL_BLOCK = 16
-CHANGING_WIDTHS = (1, 16, 4, 2, 7)
+# negative: so many rows per request on average, shared out among them
+CHANGING_WIDTHS = (1, 16, -2, 4, 2, -4, 7)
 
 Tokens = list[int]
 
@@ -132,13 +133,16 @@ def check_answers(server: Server, prompts: list[Tokens], script: Path) -> dict[s
         for asked in (prompts[:1], prompts):
             answers = tokens(ask(server, asked, [params] * len(asked), None))
             checks.add(f"{kind}, {len(asked)} request(s)", _wrong_lengths(answers))
-            if kind == "greedy":
-                own = answers
+    # both runs with full blocks: at other shapes more near-ties would flip
+    greedy = [KINDS["greedy"]] * len(prompts)
+    widths.give(script / WIDTHS_FILE, FULL_BLOCK)
+    own = tokens(ask(server, prompts, greedy, None))
+    checks.add("greedy, full blocks", _wrong_lengths(own))
     sequences = [prompt + answer for prompt, answer in zip(prompts, own, strict=True)]
     (script / "answers.json").write_text(json.dumps(sequences))
     rids = [f"right15-{i}" for i in range(len(prompts))]
-    widths.give(script / WIDTHS_FILE, FULL_BLOCK)
-    answers = ask(server, prompts, [KINDS["greedy"]] * len(prompts), rids)
+    answers = ask(server, prompts, greedy, rids)
+    widths.give(script / WIDTHS_FILE)
     steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
     # a near-tie that flips leaves the script, and each later step commits one token
     allowed = NEW_TOKENS * len(prompts) * 2 // 3
