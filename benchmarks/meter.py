@@ -41,7 +41,7 @@ def host_seconds_per_step(
         for _ in range(len(STAGES) + 1):
             book.clock.mark()
         for num_correct in correct:
-            book.record(num_correct, num_correct + 1, context=1000, ended=False)
+            book.record(num_correct, num_correct + 1, BLOCK_SIZE, context=1000, ended=False)
         book.batch_step()
     return (time.perf_counter() - began) / steps
 

@@ -8,9 +8,11 @@ verification keeps more of them and is just as exact (`kernels/sampling/referenc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sglang_dflash.kernels import COUNT_MATCHES, MAX_TOP_K, Noise, Ops
@@ -21,6 +23,7 @@ from sglang_dflash.types import (
     Proposal,
     SampledDrafts,
     SamplingPlan,
+    SharedRows,
     TargetOutput,
     Verdict,
 )
@@ -34,63 +37,87 @@ def decide(
         return Verdict(target.choices)
     assert target.logits is not None, "the target returned neither choices nor logits"
     if plan is None:
-        shape = proposal.block.token_ids.shape
         choices = ops.argmax_rows(target.logits, target.logit_cap)
-        return Verdict(choices[: shape.numel()].view(shape))
+        return Verdict(_arranged(choices[: proposal.block.num_rows], proposal.block))
     assert proposal.drafts is not None, "the plan samples, but the proposal does not"
-    return _sample(ops, plan, proposal.drafts, target.logits, target.logit_cap)
+    return _sample(ops, plan, proposal.block, proposal.drafts, target.logits, target.logit_cap)
 
 
 def accept(
     ops: Ops,
     context: DraftContext,
-    block: DraftBlock,
+    proposal: Proposal,
     verdict: Verdict,
     *,
-    simulated: Sequence[int] | None = None,
+    simulated: NDArray[np.int64] | None = None,
 ) -> Commit:
     """Commit the kept drafts and the target's own token after them; for benchmarks, `simulated`
-    says how many drafts each request keeps, whatever the verdict."""
-    num_correct = verdict.num_correct
+    says how many drafts each request keeps, if so many are verified, whatever the verdict."""
+    block, num_correct = proposal.block, verdict.num_correct
     if simulated is not None:
-        num_correct = torch.tensor(simulated, dtype=torch.int32)
+        num_correct = torch.from_numpy(simulated.astype(np.int32))
         num_correct = num_correct.to(context.lens.device, non_blocking=True)
+    rows, bounds = (block, None) if block.shared is None else (block.shared, block.shared.bounds)
     lens, token_ids, bonus, new_lens, slots = ops.accept_block(
-        block.token_ids, verdict.choices, context.lens, block.slots, num_correct
+        rows.token_ids,
+        verdict.choices,
+        context.lens,
+        rows.slots,
+        num_correct,
+        bounds=bounds,
+        width=block.token_ids.shape[1],
     )
-    return Commit(lens=lens, token_ids=token_ids, bonus=bonus, new_lens=new_lens, slots=slots)
+    return Commit(
+        lens=lens,
+        token_ids=token_ids,
+        bonus=bonus,
+        new_lens=new_lens,
+        slots=slots,
+        bounds=bounds,
+        confidence=proposal.confidence,
+    )
 
 
 def _sample(
-    ops: Ops, plan: SamplingPlan, drafts: SampledDrafts, logits: Tensor, logit_cap: float
+    ops: Ops,
+    plan: SamplingPlan,
+    block: DraftBlock,
+    drafts: SampledDrafts,
+    logits: Tensor,
+    logit_cap: float,
 ) -> Verdict:
     """Sample from each row with its request's temperature, top_k and top_p.
 
     A top_k request keeps the drafts that match its own tokens. An unfiltered request uses block
     verification if the full distribution of its drafts is known, and matching otherwise.
     """
+    shared = block.shared
     noise = Noise(drafts.randomness.keys, drafts.randomness.scales)
-    requests = drafts.verified.shape[0]
+    rows, row_noise = (plan, noise) if shared is None else _each_row(plan, noise, shared)
+    is_unfiltered = rows.top_ks > MAX_TOP_K
+    if shared is None:
+        is_unfiltered = is_unfiltered[:, None]
     filtered = None
     if plan.any_top_k:
         filtered = ops.sample_rows(
             logits,
-            noise,
-            temperatures=plan.temperatures,
-            top_ks=plan.top_ks.clamp(max=MAX_TOP_K),
-            top_ps=plan.top_ps,
+            row_noise,
+            temperatures=rows.temperatures,
+            top_ks=rows.top_ks.clamp(max=MAX_TOP_K),
+            top_ps=rows.top_ps,
             logit_cap=logit_cap,
-        ).view(requests, -1)
+        )
+        filtered = _arranged(filtered, block)
         if not plan.any_unfiltered:
-            return _match(filtered, drafts)
+            return _match(filtered, block, drafts)
     draft_logits = drafts.draft_logits
     if draft_logits is None or draft_logits.shape[-1] != logits.shape[-1]:
-        sampled = ops.argmax_rows(logits, logit_cap, noise).view(requests, -1)
+        sampled = _arranged(ops.argmax_rows(logits, logit_cap, row_noise), block)
         if filtered is not None:
-            sampled = sampled.where(_is_unfiltered(plan)[:, None], filtered)
-        return _match(sampled, drafts)
+            sampled = sampled.where(is_unfiltered, filtered)
+        return _match(sampled, block, drafts)
     choices, num_correct, advantage = ops.reject_by_block(
-        logits.unflatten(0, (requests, -1)),
+        logits if shared is not None else logits.unflatten(0, (drafts.verified.shape[0], -1)),
         draft_logits,
         drafts.verified,
         drafts.argmax_drafts,
@@ -98,28 +125,49 @@ def _sample(
         drafts.randomness.uniforms[:, : drafts.verified.shape[1]],
         is_sampled=drafts.is_sampled,
         logit_cap=logit_cap,
+        bounds=None if shared is None else shared.bounds,
+        requests=None if shared is None else shared.requests,
     )
     if filtered is None:
         return Verdict(choices, num_correct, advantage)
-    is_unfiltered = _is_unfiltered(plan)
+    is_block_verified = plan.top_ks > MAX_TOP_K
     return Verdict(
-        choices.where(is_unfiltered[:, None], filtered),
-        num_correct.where(is_unfiltered, COUNT_MATCHES),
-        advantage.where(is_unfiltered[:, None], _advantage(filtered, drafts)),
+        choices.where(is_unfiltered, filtered),
+        num_correct.where(is_block_verified, COUNT_MATCHES),
+        advantage.where(is_block_verified[:, None], _advantage(filtered, block, drafts)),
     )
 
 
-def _match(choices: Tensor, drafts: SampledDrafts) -> Verdict:
+def _each_row(plan: SamplingPlan, noise: Noise, shared: SharedRows) -> tuple[SamplingPlan, Noise]:
+    """Return a plan and noise in which every row is a request of its own: otherwise the kernels
+    take the same number of rows for each request."""
+    requests = shared.requests
+    keys = noise.keys[requests, shared.columns()][:, None]
+    rows = replace(
+        plan,
+        temperatures=plan.temperatures[requests],
+        top_ks=plan.top_ks[requests],
+        top_ps=plan.top_ps[requests],
+    )
+    return rows, Noise(keys, noise.scales[requests])
+
+
+def _match(choices: Tensor, block: DraftBlock, drafts: SampledDrafts) -> Verdict:
     """Keep the drafts that match the target's own tokens."""
-    return Verdict(choices, advantage=_advantage(choices, drafts))
+    return Verdict(choices, advantage=_advantage(choices, block, drafts))
 
 
-def _advantage(choices: Tensor, drafts: SampledDrafts) -> Tensor:
-    """Return the matches of the sampled drafts minus those of the argmax drafts, [b, W - 1]."""
-    own = choices[:, :-1]
+def _advantage(choices: Tensor, block: DraftBlock, drafts: SampledDrafts) -> Tensor:
+    """Return the matches of the sampled drafts minus those of the argmax drafts, [b, W - 1];
+    meaningless after a request's last row."""
+    num_drafts = drafts.verified.shape[1]
+    if block.shared is None:
+        own = choices[:, :num_drafts]
+    else:
+        own = block.shared.by_request(choices, num_drafts)
     return (drafts.sampled_drafts == own).float() - (drafts.argmax_drafts == own).float()
 
 
-def _is_unfiltered(plan: SamplingPlan) -> Tensor:
-    """Return which requests sample from the full vocabulary, [b] bool."""
-    return plan.top_ks > MAX_TOP_K
+def _arranged(choices: Tensor, block: DraftBlock) -> Tensor:
+    """Return the rows' choices [n] as a verdict has them."""
+    return choices.view(block.token_ids.shape) if block.shared is None else choices

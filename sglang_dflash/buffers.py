@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from sglang_dflash.kernels import SCRATCH_SLOT, Noise
-from sglang_dflash.types import DraftBlock, Randomness, SamplingPlan
+from sglang_dflash.types import BlockRows, DraftBlock, Randomness, SamplingPlan, SharedRows
 
 
 class StepBuffers:
@@ -18,7 +16,13 @@ class StepBuffers:
         self.verified = BlockBuffer(max_requests, block_size, device)
         # only if fewer columns are verified than drafted
         self.drafted = BlockBuffer(max_requests, block_size, device)
+        self._shared = torch.zeros(4, max_requests * block_size, dtype=torch.int64, device=device)
         self.randomness = StepRandomness(max_requests, block_size, device)
+
+    def shared(self, bounds: Tensor, num_rows: int) -> SharedRows:
+        """Return views for rows with these bounds. The next step overwrites them."""
+        token_ids, positions, slots, requests = self._shared[:, :num_rows]
+        return SharedRows(token_ids, positions, slots, bounds, requests)
 
 
 class BlockBuffer:
@@ -49,14 +53,6 @@ class BlockBuffer:
         if padded > used:
             self._slots[used:padded] = SCRATCH_SLOT
         return BlockRows(self._token_ids[:padded], self._positions[:padded], self._slots[:padded])
-
-
-class BlockRows(NamedTuple):
-    """The rows of a batch's blocks, as the target reads them."""
-
-    token_ids: Tensor  # [n] int64
-    positions: Tensor  # [n] int64
-    slots: Tensor  # [n] int64
 
 
 class StepRandomness:

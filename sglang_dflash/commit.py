@@ -36,7 +36,7 @@ def commit_step(
 def write_features(host: Host, block: DraftBlock, target: TargetOutput, commit: Commit) -> None:
     """Write the draft KV of the committed rows only.
 
-    Row k holds block token k, so the committed rows are the first `lens`: the anchor and correct
-    drafts. The bonus has no feature yet; it is the anchor of the next block.
+    Row k of a request holds block token k, so the committed rows are its first `lens`: the anchor
+    and correct drafts. The bonus has no feature yet; it is the anchor of the next block.
     """
-    host.write_draft_kv(target.features, block.positions.flatten(), commit.slots.flatten())
+    host.write_draft_kv(target.features, block.rows.positions, commit.slots.flatten())

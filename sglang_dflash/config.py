@@ -175,6 +175,8 @@ class DFlashConfig:
     overlap: Overlap
     # verify width of every step; None to choose it step by step
     width: int | None = None
+    # whether the requests of a step may verify different numbers of rows
+    shares_rows: bool = False
     # for benchmarks: commit this many tokens per step, whatever the target says
     simulated_accept_length: float | None = None
     # for benchmarks: commit as many as drawn from the profile that a request's id names

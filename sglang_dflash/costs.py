@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from operator import mul
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,16 @@ STRANGE_RATIO, PERSISTENT = 3.0, 8
 SHORTEST_MS = 1e-3
 # steps and widths to see before learnt costs mean anything
 ENOUGH_STEPS, ENOUGH_WIDTHS = 8, 3
+# where each column costs, the most rows of a request are this many times the mean
+MOST_OVER_MEAN = 2
+
+
+class Shared(NamedTuple):
+    """Steps whose rows a batch can share out, by their number of rows."""
+
+    rows: list[int]
+    widths: list[int]  # most rows of one request
+    extra: Floats  # mean rows of a request beyond the anchor's
 
 
 class GraphCosts:
@@ -50,6 +61,7 @@ class GraphCosts:
         self._verify = sorted(verify_ms.items())
         self._draft = sorted(draft_ms.items())
         self._timed: dict[int, tuple[Floats, NDArray[np.intp]]] = {}
+        self._timed_shared: dict[int, tuple[Shared, Floats, NDArray[np.intp]]] = {}
         # by graph, decayed: count, and sums of x, y, x * x, x * y; y is measured / timed - 1
         self._sums = [(0.0, 0.0, 0.0, 0.0, 0.0)] * len(self._verify)
         # what each graph adds to the line: a correction at no context, and its fall per ms a token
@@ -65,16 +77,30 @@ class GraphCosts:
 
         `context` counts the tokens of the whole batch.
         """
-        timed, graphs = self._timings(requests)
-        ms = self._corrections(graphs)
-        ms *= timed
-        ms += context * self.ms_per_token
-        return ms
+        return self._corrected(*self._timings(requests), context)
 
-    def record(self, requests: int, width: int, context: int, ms: float) -> None:
-        """Learn from a step's measured device time."""
-        timings, graphs = self._timings(requests)
-        timed, graph = float(timings[width - 1]), int(graphs[width - 1])
+    def shared(self, requests: int) -> Shared:
+        """Return the steps that share out the rows of a verify graph."""
+        return self._shared_timings(requests)[0]
+
+    def shared_ms(self, requests: int, context: int) -> Floats:
+        """Return the ms of each step that `shared` lists."""
+        _, timed, graphs = self._shared_timings(requests)
+        return self._corrected(timed, graphs, context)
+
+    def record(
+        self, requests: int, width: int, context: int, ms: float, rows: int | None = None
+    ) -> None:
+        """Learn from a step's measured device time; `rows`: as many were shared out."""
+        if rows is None:
+            timings, graphs = self._timings(requests)
+            place = width - 1
+        else:
+            shared, timings, graphs = self._shared_timings(requests)
+            if rows not in shared.rows:
+                return
+            place = shared.rows.index(rows)
+        timed, graph = float(timings[place]), int(graphs[place])
         if not math.isfinite(timed):
             return
         correction = float(self._level[graph]) - self.ms_per_token * float(self._slope[graph])
@@ -106,6 +132,12 @@ class GraphCosts:
             },
         }
 
+    def _corrected(self, timed: Floats, graphs: NDArray[np.intp], context: int) -> Floats:
+        ms = self._corrections(graphs)
+        ms *= timed
+        ms += context * self.ms_per_token
+        return ms
+
     def _corrections(self, graphs: NDArray[np.intp]) -> Floats:
         found = self._slope[graphs]
         found *= -self.ms_per_token
@@ -125,17 +157,33 @@ class GraphCosts:
                 if graph < len(self._verify):
                     graphs[width - 1] = graph
                     ms[width - 1] = self._verify[graph][1]
-            ms[1:] += self._draft_ms(requests)
-            if requests > self._head_in_graph:
-                drafts = requests * np.arange(1, self._block_size)
-                ms[1:] += np.interp(drafts, self._head_drafts, self._head_ms)
+            ms[1:] += self._draft_ms(requests, np.arange(2, self._block_size + 1))
             found = self._timed[requests] = ms, graphs
         return found
 
-    def _draft_ms(self, requests: int) -> float:
+    def _shared_timings(self, requests: int) -> tuple[Shared, Floats, NDArray[np.intp]]:
+        """Return the steps that share rows out, their timed ms and their verify graphs."""
+        if (found := self._timed_shared.get(requests)) is None:
+            first = bisect_left(self._verify, (requests + 1,))
+            behind = bisect_left(self._verify, (requests * self._block_size + 1,))
+            rows, verify_ms = [], []
+            for size, timed in self._verify[first:behind]:
+                rows.append(size)
+                verify_ms.append(timed)
+            has_head_in_graph = requests <= self._head_in_graph
+            shared = _shared(rows, requests, self._block_size, is_wide_free=has_head_in_graph)
+            ms = np.array(verify_ms) + self._draft_ms(requests, np.array(shared.widths))
+            found = self._timed_shared[requests] = shared, ms, np.arange(first, behind)
+        return found
+
+    def _draft_ms(self, requests: int, widths: NDArray[np.integer]) -> Floats:
+        """Return the ms of drafting, by the most rows of a request."""
         most, longest = self._draft[-1]
         passes, rest = divmod(requests, most)
-        return passes * longest + (self._draft[bisect_left(self._draft, (rest,))][1] if rest else 0)
+        ms = passes * longest + (self._draft[bisect_left(self._draft, (rest,))][1] if rest else 0)
+        if requests <= self._head_in_graph:
+            return np.full(len(widths), ms)
+        return ms + np.interp(requests * (widths - 1), self._head_drafts, self._head_ms)
 
 
 class LearntCosts:
@@ -148,6 +196,7 @@ class LearntCosts:
         self._moments = np.zeros((5, 5))
         self._targets = np.zeros(5)
         self._weights = [0.0] * 5
+        self._shared: dict[int, Shared] = {}
         self._seen: set[int] = set()
         self._steps = 0
         self._accidents = _Accidents()
@@ -166,16 +215,32 @@ class LearntCosts:
         ms[1:] += drafting + drafted * requests / 64
         return np.maximum(ms, SHORTEST_MS)
 
-    def record(self, requests: int, width: int, context: int, ms: float) -> None:
-        """Learn from a step's measured time."""
+    def shared(self, requests: int) -> Shared:
+        """Return the steps that share out as many rows as those of widths 2 to B have."""
+        if (found := self._shared.get(requests)) is None:
+            rows = [requests * width for width in range(2, self._block_size + 1)]
+            found = _shared(rows, requests, self._block_size, is_wide_free=False)
+            self._shared[requests] = found
+        return found
+
+    def shared_ms(self, requests: int, context: int) -> Floats:
+        """Return the ms of each step that `shared` lists."""
+        return self.step_ms(requests, context)[1:]
+
+    def record(
+        self, requests: int, width: int, context: int, ms: float, rows: int | None = None
+    ) -> None:
+        """Learn from a step's measured time; `rows`: as many were shared out."""
+        if rows is None:
+            rows = requests * width
         drafted = float(width > 1)
-        features = (1, requests * width / 64, drafted, drafted * requests / 64, context / 4096)
+        features = (1, rows / 64, drafted, drafted * requests / 64, context / 4096)
         was_ready = self.is_ready
         expected = max(sum(map(mul, self._weights, features)), SHORTEST_MS) if was_ready else ms
         if ms <= 0 or self._accidents.has(0, ms / expected):
             return
         self._steps += 1
-        self._seen.add(width)
+        self._seen.add(rows // requests)
         # relative errors count: a step of few rows matters as much as one of many
         x = np.array(features) / ms
         self._moments *= 1 - 1 / MEMORY_MEASUREMENTS
@@ -201,6 +266,14 @@ class LearntCosts:
                     a, b, c, d, e = row
                     left = target - (a * v + b * w + c * x + d * y + e * z)
                     weights[i] = max(0.0, weights[i] + left / row[i])
+
+
+def _shared(rows: list[int], requests: int, block_size: int, *, is_wide_free: bool) -> Shared:
+    widths = [
+        block_size if is_wide_free else min(block_size, MOST_OVER_MEAN * -(-count // requests))
+        for count in rows
+    ]
+    return Shared(rows, widths, np.array(rows, dtype=np.float64) / requests - 1)
 
 
 class _Accidents:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.host import Host
 from sglang_dflash.kernels import Ops
 from sglang_dflash.policy import DraftPolicy
-from sglang_dflash.types import DraftBlock, DraftContext, DraftOutput, Proposal, SamplingPlan
+from sglang_dflash.types import (
+    DraftBlock,
+    DraftContext,
+    DraftOutput,
+    Proposal,
+    RowShare,
+    SamplingPlan,
+)
 
 
 def draft(
@@ -19,32 +32,23 @@ def draft(
     plan: SamplingPlan | None,
     *,
     width: int,
+    share: RowShare | None,
+    confidence: NDArray[np.float32] | None,
     buffers: StepBuffers,
     policy: DraftPolicy,
     config: DFlashConfig,
 ) -> Proposal:
-    """Return the anchor and its first `width - 1` drafts, with their positions and KV slots.
+    """Return the anchor and its first `width - 1` drafts, with their positions and KV slots, and
+    which of them to verify if rows are shared. For benchmarks, `confidence` [b, B - 1] replaces the
+    drafter's.
 
     The drafter always sees the full block it was trained on. With a width of 1 it does not run.
     """
     requests = context.anchors.shape[0]
-
-    def build(block: DraftBlock) -> DraftBlock:
-        ops.build_block(
-            context.anchors,
-            context.lens,
-            context.request_rows,
-            host.slot_table(),
-            mask_token_id=config.mask_token_id,
-            last_position=config.context_len - 1,
-            token_ids=block.token_ids,
-            positions=block.positions,
-            slots=block.slots,
-        )
-        return block
-
+    build = partial(_build, host, ops, context, config)
     block = build(buffers.verified.block(requests, width))
-    host.plan_verify(block)
+    if share is None:
+        host.plan_verify(block)
     randomness = buffers.randomness.draw(plan)
     if width == 1:
         none = torch.empty(requests, 0, dtype=torch.int64, device=context.anchors.device)
@@ -53,11 +57,57 @@ def draft(
         masked = block
         if width < config.block_size:
             masked = build(buffers.drafted.block(requests, config.block_size))
-        output = host.draft_tokens(context, masked, randomness, wanted=width - 1)
+        output = host.draft_tokens(
+            context, masked, randomness, wanted=width - 1, with_confidence=share is not None
+        )
         output = output.first(width - 1)
-    if randomness is None:
-        block.token_ids[:, 1:] = output.argmax_drafts
-        return Proposal(block)
-    drafts = policy.select(context.request_rows, output, randomness)
-    block.token_ids[:, 1:] = drafts.verified
-    return Proposal(block, drafts)
+    drafts = None
+    if randomness is not None:
+        drafts = policy.select(context.request_rows, output, randomness)
+    block.token_ids[:, 1:] = output.argmax_drafts if drafts is None else drafts.verified
+    if share is None:
+        return Proposal(block, drafts)
+    sure = output.confidence
+    if confidence is not None:
+        sure = torch.from_numpy(confidence[:, : width - 1]).to(
+            block.slots.device, non_blocking=True
+        )
+    assert sure is not None, "the drafter returned no confidence"
+    return Proposal(share_rows(ops, block, sure, share, buffers), drafts, sure)
+
+
+def _build(
+    host: Host, ops: Ops, context: DraftContext, config: DFlashConfig, block: DraftBlock
+) -> DraftBlock:
+    """Fill a block with anchors and mask tokens."""
+    ops.build_block(
+        context.anchors,
+        context.lens,
+        context.request_rows,
+        host.slot_table(),
+        mask_token_id=config.mask_token_id,
+        last_position=config.context_len - 1,
+        token_ids=block.token_ids,
+        positions=block.positions,
+        slots=block.slots,
+    )
+    return block
+
+
+def share_rows(
+    ops: Ops, block: DraftBlock, confidence: Tensor, share: RowShare, buffers: StepBuffers
+) -> DraftBlock:
+    """Select the drafts of the batch that are likeliest to be kept, with all before them."""
+    bounds = ops.share_rows(confidence.contiguous(), share.offsets, share.slopes, share.num_rows)
+    shared = buffers.shared(bounds, share.num_rows)
+    ops.pack_rows(
+        bounds,
+        block.token_ids,
+        block.positions,
+        block.slots,
+        out_token_ids=shared.token_ids,
+        out_positions=shared.positions,
+        out_slots=shared.slots,
+        requests=shared.requests,
+    )
+    return replace(block, shared=shared)

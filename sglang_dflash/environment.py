@@ -87,15 +87,20 @@ class Environment:
         """Whether acceptance is simulated as each request's id says, for benchmarks."""
         return self._switch(DRAW_ACCEPTANCE, default=False)
 
+    @property
+    def shares_rows(self) -> bool:
+        """Whether the requests of a step may verify different numbers of rows."""
+        return self.values.get(WIDTH, "auto") == "auto"
+
     def width(self, block_size: int) -> int | None:
         """Verify width of every step, the anchor included; None to choose it step by step."""
         value = self.values.get(WIDTH, "auto")
-        if value == "auto":
+        if value in ("auto", "uniform"):
             return None
         if not value.isdecimal() or not 1 <= int(value) <= block_size:
             raise ValueError(
-                f"{WIDTH}={value} is neither auto nor a number of tokens from 1 (no drafts) to the "
-                f"block size {block_size}. Set one of these, or unset it."
+                f"{WIDTH}={value} is neither auto, uniform nor a number of tokens from 1 (no "
+                f"drafts) to the block size {block_size}. Set one of these, or unset it."
             )
         return int(value)
 

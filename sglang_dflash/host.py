@@ -33,7 +33,8 @@ class Host(Protocol):
 
     def plan_verify(self, block: DraftBlock) -> None:
         """Announce the block to verify, before it is drafted: everything but its drafts is known,
-        so that the host can plan the verify pass while the drafter runs."""
+        so that the host can plan the verify pass while the drafter runs. Not called if rows are
+        shared: then the drafts decide which rows are verified."""
         ...
 
     def draft_tokens(
@@ -43,9 +44,10 @@ class Host(Protocol):
         randomness: Randomness | None,
         *,
         wanted: int,
+        with_confidence: bool = False,
     ) -> DraftOutput:
         """Run the drafter on full blocks whose drafts are still masked; return the first `wanted`
-        drafts of each, or more."""
+        drafts of each, or more, with the drafter's confidence if asked."""
         ...
 
     def verify_block(

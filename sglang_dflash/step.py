@@ -13,7 +13,7 @@ from sglang_dflash.host import Host
 from sglang_dflash.kernels import Ops
 from sglang_dflash.policy import DraftPolicy
 from sglang_dflash.simulate import DrawnAcceptance, SteadyAcceptance
-from sglang_dflash.types import Commit, DraftContext
+from sglang_dflash.types import Commit, DraftContext, RowShare
 from sglang_dflash.verify import verify
 
 
@@ -28,31 +28,42 @@ def decode_step(
     context: DraftContext,
     *,
     width: int,
+    share: RowShare | None = None,
     buffers: StepBuffers,
     policy: DraftPolicy,
     config: DFlashConfig,
     simulation: SteadyAcceptance | DrawnAcceptance | None,
 ) -> Commit:
-    """Draft a block, verify its first `width` tokens, and commit the prefix that the target itself
-    would have generated.
+    """Draft a block, verify its first `width` tokens, or as many as each request gets of shared
+    rows, and commit the prefix that the target itself would have generated.
 
-    The committed tokens are exact for any width that was chosen before this step, because what is
-    cut off is neither looked at nor part of any decision: the target's token after each verified
-    row is the same, or has the same distribution, whether or not rows follow it.
+    The committed tokens are exact, however many are verified, because what is cut off is neither
+    looked at nor part of any decision: the target's token after each verified row is the same, or
+    has the same distribution, whether or not rows follow it (`width.py` has the proof).
     """
+    simulated = None
+    if simulation is not None:
+        simulated = simulation.draw(host.request_ids(), width)
     host.mark()
     plan = host.sampling_plan()
     proposal = draft(
-        host, ops, context, plan, width=width, buffers=buffers, policy=policy, config=config
+        host,
+        ops,
+        context,
+        plan,
+        width=width,
+        share=share,
+        confidence=None if simulated is None else simulated.confidence,
+        buffers=buffers,
+        policy=policy,
+        config=config,
     )
     host.mark()
     target = verify(host, context, proposal.block, plan)
     host.mark()
     verdict = decide(ops, plan, proposal, target)
-    num_correct = None
-    if simulation is not None:
-        num_correct = simulation.num_correct(context.lens.shape[0], width, host.request_ids())
-    commit = accept(ops, context, proposal.block, verdict, simulated=num_correct)
+    num_correct = None if simulated is None else simulated.num_correct
+    commit = accept(ops, context, proposal, verdict, simulated=num_correct)
     # publish before the draft KV write: planning the next step reads lengths, not this cache
     host.publish(commit.new_lens)
     commit_step(host, policy, context, proposal, target, verdict, commit)

@@ -1,13 +1,14 @@
 """The data types of a DFlash step.
 
 b = requests, B = block size, W = verify width (1 to B), V = vocabulary, K = features per token,
-H = hidden size.
+H = hidden size. A step verifies n rows: b * W, or fewer if they are shared out among the requests.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -21,12 +22,64 @@ class DraftContext:
 
 
 @dataclass(frozen=True)
+class RowShare:
+    """How many rows a batch verifies in all. They go to the drafts that are likeliest to be kept:
+    probability = sigmoid(offset + slope * logit(confidence)), by draft position."""
+
+    num_rows: int
+    offsets: Tensor  # [B - 1] fp32
+    slopes: Tensor  # [B - 1] fp32
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """The rows of a verify pass, request by request."""
+
+    token_ids: Tensor  # [n] int64
+    positions: Tensor  # [n] int64
+    slots: Tensor  # [n] int64
+
+
+@dataclass(frozen=True)
+class SharedRows(BlockRows):
+    """Rows of requests that verify different numbers of them."""
+
+    bounds: Tensor  # [b + 1] int64, the first row of each request, then n
+    requests: Tensor  # [n] int64, the request of each row
+
+    def columns(self) -> Tensor:
+        """Return each row's column in its block, [n] int64."""
+        numbers = torch.arange(self.requests.shape[0], device=self.requests.device)
+        return numbers - self.bounds[self.requests]
+
+    def by_request(self, values: Tensor, width: int) -> Tensor:
+        """Return values of the rows [n] as [b, width]; a column after a request's last row has the
+        value of some other row."""
+        columns = torch.arange(width, device=values.device)
+        rows = (self.bounds[:-1, None] + columns).clamp_(max=values.shape[0] - 1)
+        return values[rows]
+
+
+@dataclass(frozen=True)
 class DraftBlock:
     """The tokens to draft (W = B) or to verify: column 0 is the anchor, the others are drafts."""
 
     token_ids: Tensor  # [b, W] int64
     positions: Tensor  # [b, W] int64
     slots: Tensor  # [b, W] int64
+    shared: SharedRows | None = None  # the rows that are verified, if not all
+
+    @property
+    def rows(self) -> BlockRows:
+        """The rows that are verified."""
+        if self.shared is not None:
+            return self.shared
+        return BlockRows(self.token_ids.flatten(), self.positions.flatten(), self.slots.flatten())
+
+    @property
+    def num_rows(self) -> int:
+        shown = self.token_ids if self.shared is None else self.shared.token_ids
+        return shown.numel()
 
 
 @dataclass(frozen=True)
@@ -59,11 +112,17 @@ class DraftOutput:
     sampled_drafts: Tensor
     # [b, B - 1, V]; None on a rank that holds only a shard of the vocabulary
     logits: Tensor | None = None
+    # [b, B - 1] fp32, the drafter's highest probability at each position, if it was asked for. Not
+    # that of a sampled draft: which rows are verified must not depend on what was drawn
+    confidence: Tensor | None = None
 
     def first(self, drafts: int) -> DraftOutput:
         """Return the first drafts of each block only."""
         logits = None if self.logits is None or drafts == 0 else self.logits[:, :drafts]
-        return DraftOutput(self.argmax_drafts[:, :drafts], self.sampled_drafts[:, :drafts], logits)
+        confidence = None if self.confidence is None else self.confidence[:, :drafts]
+        return DraftOutput(
+            self.argmax_drafts[:, :drafts], self.sampled_drafts[:, :drafts], logits, confidence
+        )
 
 
 @dataclass(frozen=True)
@@ -84,16 +143,18 @@ class Proposal:
 
     block: DraftBlock
     drafts: SampledDrafts | None = None
+    confidence: Tensor | None = None  # [b, W - 1] fp32, if rows are shared
 
 
 @dataclass(frozen=True)
 class TargetOutput:
     """The target's output for each row of a block: its choices, or the logits for them."""
 
-    features: Tensor  # [b * W, K * H]
-    # [b, W] int64, the target's own token after each row, if the host has chosen
+    features: Tensor  # [n, K * H]
+    # [b, W] int64, [n] if rows are shared: the target's own token after each row, if the host has
+    # chosen
     choices: Tensor | None = None
-    logits: Tensor | None = None  # [b * W, V] as the LM head wrote them, if the host has not
+    logits: Tensor | None = None  # [n, V] as the LM head wrote them, if the host has not
     logit_cap: float = 0.0  # softcap still to be applied to the logits; 0 for none
 
 
@@ -101,7 +162,8 @@ class TargetOutput:
 class Verdict:
     """Which drafts each request keeps, and the target's own tokens."""
 
-    choices: Tensor  # [b, W] int64, the token after each row; the bonus after the kept drafts
+    # [b, W] int64, [n] if rows are shared: the token after each row; after kept drafts the bonus
+    choices: Tensor
     # [b] int32, drafts to keep; COUNT_MATCHES to count the leading matches; None: that for all
     num_correct: Tensor | None = None
     # [b, W - 1] fp32, acceptance probability of a sampled draft minus that of an argmax draft
@@ -116,4 +178,8 @@ class Commit:
     token_ids: Tensor  # [b, W] int64, valid in the first lens columns, 0 in the rest
     bonus: Tensor  # [b] int64, the target's own token after the correct drafts; the next anchor
     new_lens: Tensor  # [b] int64
-    slots: Tensor  # [b, W] int64, slots of the committed rows, the scratch slot for the rest
+    # [b, W] int64, [n] if rows are shared: slots of committed rows, the scratch slot for the rest
+    slots: Tensor
+    # if rows were shared: what to learn from, [b + 1] int64 and [b, W - 1] fp32
+    bounds: Tensor | None = None
+    confidence: Tensor | None = None

@@ -12,8 +12,9 @@ def verify(
     """Return the target's choices or logits for each row, and the features for the drafter."""
     target = host.verify_block(context, block, plan)
     if target.choices is not None:
-        assert target.choices.shape == block.token_ids.shape, (
-            f"the target returned choices of shape {tuple(target.choices.shape)} for a block of "
-            f"shape {tuple(block.token_ids.shape)}"
+        rows = block.token_ids if block.shared is None else block.shared.token_ids
+        assert target.choices.shape == rows.shape, (
+            f"the target returned choices of shape {tuple(target.choices.shape)} for rows of shape "
+            f"{tuple(rows.shape)}"
         )
     return target

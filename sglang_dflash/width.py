@@ -1,6 +1,8 @@
 """How many drafts to verify: the width that promises most tokens per second.
 
 Decided on the host before a step, from how drafts fared lately and what a step of each width costs.
+Where a batch can share rows out, the host decides on their number, and the device gives them to the
+drafts that the drafter is most confident of.
 
 Why the output stays exact: a width is a function of earlier steps, of what they committed and how
 long they took, and of nothing that is drawn in its own step. Given the earlier steps it is a
@@ -12,6 +14,13 @@ the target's distribution given those before it. By induction over steps so has 
 cut that looked at a drawn draft would break this: dropping a draft because of what it is takes away
 its share of the acceptance, which the residual distribution does not give back
 (tests/unit/test_step_sampled.py shows both).
+
+Where rows are shared out, a request's number of rows also looks at the drafter's confidences of its
+own step, those of the other requests included. They are functions of the drafter's distributions,
+which the drafter computes for all positions in one pass before any draft is drawn. So they depend
+on no random number of the step: given the earlier steps and the drafter's pass the number of rows
+is a constant, and the same argument holds. The confidence must therefore be the peak of the
+distribution, and never the probability of the token that was drawn.
 """
 
 from __future__ import annotations
@@ -19,9 +28,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
+from sglang_dflash.confidence import Calibration, RowCurve
 from sglang_dflash.costs import Floats, GraphCosts, LearntCosts
 
 # acceptance is remembered for this many steps of a batch, or of one request if it is alone
@@ -32,14 +44,26 @@ PRIOR_ATTEMPTS, FIRST_RATE = 2.0, 0.9
 LEAST_KEPT = 0.1
 # what is left of the evidence when a probe looks again: about as much as the probe adds
 PROBE_ATTEMPTS, PROBE_REQUESTS = 16.0, 8
+# the same where rows are shared out: drafts that a probe verifies, and what is left of the curve,
+# next to nothing, as a probe shows the confidences of all requests
+PROBE_DRAFTS, PROBE_KEPT = 16, 1 / 256
 LARGEST_WEIGHT = 1e6
 
 # another width must be better by this factor
 HYSTERESIS = 1.02
+# of steps that share rows out the smallest is taken that is this close to the best
+TIE = 1.005
 # seconds between probes, and the share of time that they may cost
 FIRST_INTERVAL, LAST_INTERVAL, PROBE_SHARE = 1.0, 10.0, 0.01
 # steps of given widths to begin with, where costs are not known
 STARTING_STEPS = 12
+
+
+class Choice(NamedTuple):
+    """What a step verifies."""
+
+    width: int  # the most rows of one request
+    rows: int | None = None  # of the whole batch, to share out; None: each request has `width`
 
 
 class Acceptance:
@@ -65,6 +89,17 @@ class Acceptance:
         for position, count in enumerate(stopped):
             self._attempts[position] += remaining
             remaining -= count * self._weight
+            self._successes[position] += remaining
+
+    def expect(self, survival: NDArray[np.floating]) -> None:
+        """Count one step of a batch by the [b, D] expected survival of its drafts: where drafts
+        were cut for their low confidence, the outcomes of the others would flatter."""
+        requests = len(survival)
+        self._grow(1 / (1 - 1 / max(MEMORY_STEPS, MEMORY_REQUEST_STEPS / requests)))
+        remaining = requests * self._weight
+        for position, alive in enumerate(survival.sum(axis=0).tolist()):
+            self._attempts[position] += remaining
+            remaining = alive * self._weight
             self._successes[position] += remaining
 
     def forget(self, attempts: float) -> None:
@@ -114,94 +149,157 @@ class WidthPolicy:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.acceptance = Acceptance(block_size)
+        self.calibration = Calibration(block_size)
+        self.curve = RowCurve(block_size)
         self.costs = costs
         self._block_size = block_size
         self._fixed = fixed
         self._clock = clock
-        self._width = fixed or block_size
+        self._widths = [Choice(width) for width in range(1, block_size + 1)]
+        self._last, self._requests = Choice(fixed or block_size), 1
         self._steps = [0] * block_size
-        # widths of the next steps: where costs are not known, and of a probe
+        self._shared = _SharedSteps()
+        # the next steps: where costs are not known, and of a probe
         tried = (1, 4, block_size // 2, block_size)
         self._planned = [
-            tried[k % 4] for k in range(STARTING_STEPS if isinstance(costs, LearntCosts) else 0)
+            Choice(tried[k % 4])
+            for k in range(STARTING_STEPS if isinstance(costs, LearntCosts) else 0)
         ]
         self._since = self._next_probe = self._next_allowed = clock()
         self._interval = FIRST_INTERVAL
         self._probes = 0
 
-    def choose(self, requests: int, context: int, *, widest: int | None = None) -> int:
-        """Return the width of the next step, at most `widest`."""
-        limit = self._block_size if widest is None else min(widest, self._block_size)
+    def choose(self, requests: int, context: int, *, may_share: bool = False) -> Choice:
+        """Return the width of the next step; `may_share`: its rows can be shared out."""
         if self._fixed is not None and isinstance(self.costs, LearntCosts):
-            return min(self._fixed, limit)
+            return Choice(self._fixed)
         # lists: arrays are slower at this size
-        ms = self.costs.step_ms(requests, context)[:limit].tolist()
+        ms = self.costs.step_ms(requests, context).tolist()
+        widest = max(1, sum(map(math.isfinite, ms)))
+        self._requests = requests
         if self._fixed is not None:
-            self._width = min(self._fixed, max(1, sum(map(math.isfinite, ms))))
-            return self._width
+            self._last = Choice(min(self._fixed, widest))
+            return self._last
+        choices, tokens = self._widths, self.acceptance.tokens()
+        if is_shared := may_share and requests > 1 and bool(self.costs.shared(requests).rows):
+            choices, tokens, shared_ms = self._shared_choices(requests, context)
+            ms = [ms[0], *shared_ms]
         if self._planned:
-            return min(self._planned.pop(), max(1, sum(map(math.isfinite, ms))))
-        tokens = self.acceptance.tokens()
-        rates = [number / time for number, time in zip(tokens, ms, strict=False)]
-        width, last = rates.index(max(rates)) + 1, self._width
-        if last <= limit and rates[width - 1] < HYSTERESIS * rates[last - 1]:
-            # of the widths that cost the same as the last one the widest is best
-            width = limit - ms[::-1].index(ms[last - 1])
+            planned = self._planned.pop()
+            if planned.rows is None:
+                return Choice(min(planned.width, widest))
+            if planned in choices:
+                return planned
+        rates = [number / time for number, time in zip(tokens, ms, strict=True)]
+        place, best = 0, max(rates)
+        while rates[place] * (TIE if is_shared else 1) < best:
+            place += 1
+        last = self._nearest(choices, requests)
+        if rates[place] < HYSTERESIS * rates[last]:
+            # of those that cost the same as the last one the widest is best
+            place = len(ms) - 1 - ms[::-1].index(ms[last])
         now = self._clock()
-        if (width == 1) != (self._width == 1):
-            self._turn(now, is_narrow=width == 1)
-        self._width = width
-        if now >= self._next_probe and (probed := self._probed_width(rates)):
+        if (place == 0) != (self._last.width == 1):
+            self._turn(now, is_narrow=place == 0)
+        self._last = choices[place]
+        probed = None
+        if now >= self._next_probe:
+            probed = self._probed(place, choices, rates, requests)
+        if probed is not None:
             # few requests are asked several times
-            steps = max(1, PROBE_REQUESTS // requests) if width == 1 else 1
-            self._planned = [probed] * (steps - 1)
-            # the time in excess of what the best width needs for as many tokens
-            lost_ms = steps * (ms[probed - 1] - tokens[probed - 1] / rates[width - 1])
+            steps = max(1, PROBE_REQUESTS // requests) if place == 0 else 1
+            self._planned = [choices[probed]] * (steps - 1)
+            # the time in excess of what the best choice needs for as many tokens
+            lost_ms = steps * (ms[probed] - tokens[probed] / rates[place])
             self._next_allowed = now + lost_ms / 1000 / PROBE_SHARE
             self._interval = min(2 * self._interval, LAST_INTERVAL)
             self._next_probe = max(now + self._interval, self._next_allowed)
-            return probed
-        return width
+            return choices[probed]
+        return choices[place]
 
-    def record(
-        self,
-        requests: int,
-        width: int,
-        context: int,
-        ms: float | None,
-        num_correct: Sequence[int],
-    ) -> None:
-        """Learn from a step: the drafts that were correct, and its time if that is known."""
+    def record(self, width: int, num_correct: Sequence[int]) -> None:
+        """Learn from a step of one width: each request's number of correct drafts."""
         self._steps[width - 1] += 1
         self.acceptance.record(width, num_correct)
-        if ms is not None:
-            self.costs.record(requests, width, context, ms)
 
-    def timed(self, requests: int, width: int, context: int, ms: float) -> None:
+    def record_shared(self, rows: ArrayLike, confidence: ArrayLike, num_correct: ArrayLike) -> None:
+        """Learn from a step whose rows were shared out: each request's rows and number of correct
+        drafts, [b], and the confidence of all its drafts, verified or not, [b, D]."""
+        rows = np.asarray(rows)
+        survival = self.calibration.record(confidence, rows, num_correct)
+        requests, drafts = survival.shape
+        if not requests:
+            return
+        self._shared.record(rows, survival, num_correct)
+        self.acceptance.expect(survival)
+        if drafts < self._block_size - 1:
+            # drafts without a confidence fare as those of a request that came as far do
+            alive = self.acceptance.survival()
+            beyond = (alive[drafts:] / max(alive[drafts - 1], 1e-9)).astype(np.float32)
+            survival = np.concatenate((survival, survival[:, -1:] * beyond), axis=1)
+        self.curve.record(survival)
+
+    def timed(self, requests: int, choice: Choice, context: int, ms: float) -> None:
         """Learn from the time of a step, if any width is to be chosen."""
         if self._fixed is None:
-            self.costs.record(requests, width, context, ms)
+            self.costs.record(requests, choice.width, context, ms, choice.rows)
 
     def admit(self, new: int, requests: int) -> None:
         """Note that some of the requests of the next step are new: what was learnt from others says
         less about them, and at width 1 they are asked as soon as a probe is allowed."""
-        self.acceptance.keep(max(LEAST_KEPT, 1 - new / requests))
-        if self._width == 1:
+        share = max(LEAST_KEPT, 1 - new / requests)
+        self.acceptance.keep(share)
+        self.curve.keep(share)
+        if self._last.width == 1:
             self._next_probe = self._next_allowed
 
-    def expected_tokens(self, width: int) -> float:
-        """Return the tokens that a request is expected to commit in a step of this width."""
-        return self.acceptance.tokens()[width - 1]
+    def expected_tokens(self, choice: Choice, requests: int) -> float:
+        """Return the tokens that a request is expected to commit in such a step."""
+        if choice.rows is None:
+            return self.acceptance.tokens()[choice.width - 1]
+        extra = np.array([choice.rows / requests - 1])
+        return float(self._shared_tokens(extra, [choice.width])[0])
 
     def snapshot(self) -> dict[str, object]:
         return {
             "mode": "auto" if self._fixed is None else self._fixed,
-            "width": self._width,
-            "expected_tokens": round(self.expected_tokens(self._width), 4),
+            "width": self._last.width,
+            "expected_tokens": round(self.expected_tokens(self._last, self._requests), 4),
             "survival": [round(float(share), 4) for share in self.acceptance.survival()],
             "steps_by_width": {str(k): n for k, n in enumerate(self._steps, start=1) if n},
+            "shared": {
+                **self._shared.snapshot(),
+                "offsets": [round(float(offset), 3) for offset in self.calibration.offsets],
+                "slopes": [round(float(slope), 3) for slope in self.calibration.slopes],
+            },
             "costs": self.costs.snapshot(),
         }
+
+    def _shared_choices(
+        self, requests: int, context: int
+    ) -> tuple[list[Choice], list[float], list[float]]:
+        """Return no drafting and all steps that share rows out, with their tokens, and the ms of
+        those that share."""
+        rows, widths, extra = self.costs.shared(requests)
+        choices = [self._widths[0], *map(Choice, widths, rows)]
+        tokens = self._shared_tokens(extra, widths)
+        return choices, [1.0, *tokens.tolist()], self.costs.shared_ms(requests, context).tolist()
+
+    def _shared_tokens(self, extra: Floats, widths: Sequence[int]) -> Floats:
+        """Return the tokens by the mean of extra rows and the most rows of a request."""
+        tokens = self.curve.tokens(extra, widths)
+        if tokens is None:
+            # as if each request had the mean
+            tokens = np.interp(extra, np.arange(self._block_size), self.acceptance.tokens())
+        return tokens
+
+    def _nearest(self, choices: list[Choice], requests: int) -> int:
+        """Return the place of the last choice, or of that with the nearest number of rows."""
+        if self._last.width == 1:
+            return 0
+        rows = self._last.rows or self._last.width * requests
+        far = [abs((other.rows or other.width * requests) - rows) for other in choices[1:]]
+        return 1 + far.index(min(far))
 
     def _turn(self, now: float, *, is_narrow: bool) -> None:
         """Note that drafting ended or began again; after a short return, probes stay as rare."""
@@ -211,15 +309,61 @@ class WidthPolicy:
             self._next_probe = max(now + self._interval, self._next_allowed)
         self._since = now
 
-    def _probed_width(self, rates: list[float]) -> int | None:
-        """Return a width that may tell something new, if there is one."""
-        if self._width == 1:
+    def _probed(
+        self, place: int, choices: list[Choice], rates: list[float], requests: int
+    ) -> int | None:
+        """Return the place of a choice that may tell something new, if there is one."""
+        if place == 0:
             if not any(rates[1:]):
                 return None
             self.acceptance.forget(PROBE_ATTEMPTS)
-            return rates.index(max(rates[1:]), 1) + 1
+            if choices[-1].rows is None:
+                return rates.index(max(rates[1:]), 1)
+            self.calibration.forget(PROBE_ATTEMPTS)
+            self.curve.keep(PROBE_KEPT)
+            enough = (
+                k
+                for k, choice in enumerate(choices)
+                if (choice.rows or 0) >= requests + PROBE_DRAFTS
+            )
+            return next(enough, len(choices) - 1)
         if isinstance(self.costs, GraphCosts):
             return None
+        # learnt costs: a place for each width, shared out or not
         self._probes += 1
-        neighbours = (1, self._width // 2, min(2 * self._width, len(rates)))
-        return neighbours[self._probes % 3]
+        width = place + 1
+        return (1, width // 2, min(2 * width, len(rates)))[self._probes % 3] - 1
+
+
+class _SharedSteps:
+    """What became of the steps that shared rows out."""
+
+    def __init__(self) -> None:
+        self._steps = self._rows = 0
+        # decayed: steps, and sums of the mean rows, expected tokens and tokens of a request
+        self._sums = (0.0, 0.0, 0.0, 0.0)
+
+    def record(
+        self, rows: NDArray[np.integer], survival: NDArray[np.floating], num_correct: ArrayLike
+    ) -> None:
+        requests, drafts = survival.shape
+        self._steps += 1
+        self._rows = int(rows.sum())
+        verified = np.arange(1, drafts + 1) < rows[:, None]
+        expected = float(np.vdot(survival, verified.astype(np.float32)))
+        correct = int(np.minimum(num_correct, rows - 1).sum())
+        new = (1, self._rows / requests, 1 + expected / requests, 1 + correct / requests)
+        decay = 1 - 1 / MEMORY_STEPS
+        steps, width, mean, real = (
+            decay * old + value for old, value in zip(self._sums, new, strict=True)
+        )
+        self._sums = steps, width, mean, real
+
+    def snapshot(self) -> dict[str, object]:
+        steps, *sums = self._sums
+        names = ("mean_width", "expected_tokens", "tokens")
+        means = {
+            name: round(total / steps, 4) if steps else None
+            for name, total in zip(names, sums, strict=True)
+        }
+        return {"steps": self._steps, "rows": self._rows, **means}

@@ -100,6 +100,13 @@ def _width_lines(ours: Mapping[str, Any]) -> list[str]:
         steps = sum(counts.values())
         shares = " ".join(f"{rows}:{count / steps:.0%}" for rows, count in counts.items())
         lines.append(f"  {steps} batch steps by width: {shares}")
+    shared = width.get("shared")
+    if shared and shared["steps"]:
+        lines.append(
+            f"  {shared['steps']} batch steps of shared rows: lately {shared['mean_width']:.1f} "
+            f"per request, {shared['expected_tokens']:.2f} tokens expected and "
+            f"{shared['tokens']:.2f} committed"
+        )
     costs = textwrap.wrap(f"costs: {_costs(width['costs'])}", LINE_LENGTH - 8)
     return [*lines, *(f"  {line}" for line in costs)]
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.pairs.tiny_corpus.corpus import sample_prompts
+from sglang_dflash.reference import Drafter
 from sglang_dflash.testing.server import ROOT, SCHEDULES, Server
 from tests.schedules import follows
 
@@ -68,6 +72,13 @@ def scripted(script_folder: Path) -> Iterator[Server]:
     env = {"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(script_folder), **FULL_BLOCKS}
     with Server(*SHAPE, env=env) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def oracle() -> tuple[Any, Drafter]:
+    """Target and drafter in plain torch."""
+    target = AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.float32).eval()
+    return target, Drafter.from_pretrained(tiny_drafter(), dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="session")

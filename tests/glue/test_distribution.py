@@ -138,7 +138,7 @@ class Toy:
             choices[:, 1:] = self.logits[token_ids[:, 1:]].argmax(-1)
         target = TargetOutput(token_ids, choices=choices, logits=found.next_token_logits)
         verdict = decide(TORCH, plan, Proposal(block, drafts), target)
-        commit = accept(TORCH, context, block, verdict)
+        commit = accept(TORCH, context, Proposal(block, drafts), verdict)
         if randomness is not None:
             assert verdict.advantage is not None
             scales = randomness.scales

@@ -105,7 +105,8 @@ def host_after_verify(cache: DraftCache, graphs: VerifyGraphs, *, in_graph: bool
     host._is_planned = True  # early, while the drafter ran
     unread: Any = None
     plan: Any = "a plan: the choices are made in stage 3"
-    block: Any = SimpleNamespace(token_ids=torch.zeros(1, 4))
+    zeros = torch.zeros(1, 4, dtype=torch.int64)
+    block = DraftBlock(zeros, zeros, zeros)
     target = host.verify_block(unread, block, plan)
     # without the rows that pad a graph, and without features that nobody reads any more
     assert target.features.shape == (4, 2 * HIDDEN)
@@ -177,6 +178,7 @@ def captured(
         draft_runner,
         max_requests=requests,
         max_with_head=HEAD_IN_GRAPH,
+        with_confidence=True,
         randomness=randomness,
     )
     hook = draft_runner.capture_tail_hooks.pop()
@@ -198,14 +200,16 @@ def test_the_end_of_a_draft_graph_leaves_the_drafts_and_what_they_were_chosen_fr
     size = sizes[-1]
     found = graphs.drafts_of(SimpleNamespace(can_run_graph=True), size)
     assert found is not None
-    drafts, logits = found
+    drafts, logits, confidence = found
     with torch.inference_mode():  # as in a step
         rows = block_head.masked_rows(hidden[: 4 * size], 3)
-        expected, from_logits = block_head.draft(rows, randomness.for_batch(size), wanted=3)
+        noise = randomness.for_batch(size)
+        expected, from_logits, _ = block_head.draft(rows, noise, wanted=3)
     assert logits is not None and logits.shape == (size, 3, VOCAB)
     torch.testing.assert_close(logits, from_logits)
     assert torch.equal(drafts, expected) and not torch.equal(drafts[0], drafts[1])
     assert torch.equal(drafts[0], logits.argmax(-1))
+    torch.testing.assert_close(confidence, logits.softmax(-1).amax(-1))
     assert graphs.drafts_of(SimpleNamespace(can_run_graph=False), 1) is None
 
 
@@ -220,7 +224,7 @@ def test_large_draft_graphs_end_without_a_head(draft_runner: Any, block_head: Bl
     assert graphs.drafts_of(in_graph, 24) is None
     found = graphs.drafts_of(in_graph, HEAD_IN_GRAPH)
     assert found is not None
-    drafts, logits = found
+    drafts, logits, _ = found
     assert logits is not None and logits.shape == (HEAD_IN_GRAPH, 3, VOCAB)
     # nothing was written for the requests of a large graph
     assert torch.equal(drafts[0], logits.argmax(-1))
@@ -274,13 +278,15 @@ def test_drafts_are_the_same_in_a_graph_outside_and_in_turns(
     noise = randomness.for_batch(requests)
     drawn = Randomness(*noise, uniforms=torch.zeros(requests, 3))
     with torch.inference_mode():
-        found = host.draft_tokens(context, DraftBlock(rows, rows, rows), drawn, wanted=wanted)
+        block = DraftBlock(rows, rows, rows)
+        found = host.draft_tokens(context, block, drawn, wanted=wanted, with_confidence=True)
         found = found.first(wanted)
         masked = block_head.masked_rows(hidden[: 4 * requests], 3)
-        whole, logits = block_head.draft(masked, noise, wanted=3)
+        whole, logits, _ = block_head.draft(masked, noise, wanted=3)
     assert logits is not None and found.logits is not None
     torch.testing.assert_close(found.logits, logits[:, :wanted])
     assert torch.equal(found.argmax_drafts, whole[0, :, :wanted])
+    torch.testing.assert_close(found.confidence, logits.softmax(-1).amax(-1)[:, :wanted])
     # a row's noise depends on its key alone, which is that of its position in the block
     assert torch.equal(found.sampled_drafts, whole[1, :, :wanted])
 
@@ -297,8 +303,13 @@ def test_drafts_of_whole_blocks_are_those_of_their_masked_rows(
     noise = noise_source(2).for_batch(2) if sampled else None
     with torch.inference_mode():
         rows = block_head.masked_rows(hidden, wanted)
-        expected, from_logits = block_head.draft(rows, noise, wanted=wanted)
-        drafts, logits = block_head.draft_blocks(hidden, noise, wanted=wanted)
+        expected, from_logits, sure = block_head.draft(
+            rows, noise, wanted=wanted, with_confidence=True
+        )
+        drafts, logits, confidence = block_head.draft_blocks(
+            hidden, noise, wanted=wanted, with_confidence=True
+        )
     assert torch.equal(drafts, expected)
+    torch.testing.assert_close(confidence, sure)
     assert logits is not None and from_logits is not None
     torch.testing.assert_close(logits, from_logits)

@@ -19,7 +19,6 @@ from sglang_dflash.glue.step.verify_graphs import (
     VerifyRows,
     install_verify_graphs,
 )
-from sglang_dflash.glue.step.width_choice import WidthChoice
 from sglang_dflash.kernels import TORCH
 from tests.glue.test_attention import make_backend
 from tests.glue.test_server_args import parse
@@ -92,8 +91,7 @@ def test_rows_run_in_the_smallest_graph_that_holds_them(
     requests: int, width: int, keys: int, graph: int | None
 ) -> None:
     """Without the limits a pass would write past the graph's buffers, or past the index."""
-    found = graph_runner().rows_for(requests, width, keys)
-    assert found == (None if graph is None else VerifyRows(graph, requests, width))
+    assert graph_runner().graph_for(requests * width, keys) == graph
 
 
 def test_a_graph_can_be_filled_for_timing() -> None:
@@ -141,6 +139,13 @@ def test_requests_that_pad_a_graph_have_no_rows(width: int, bounds: list[int]) -
     assert backend.cuda_graph_kv_indices[:8].tolist() == [10, 11, 30, 31, 32, 0, 0, 99]
 
 
+def test_shared_rows_begin_where_the_device_says() -> None:
+    rows = VerifyRows(32, requests=2, width=16, bounds=torch.tensor([0, 19, 32]))
+    backend = laid_out_prefixes(rows, width=16)
+    assert backend.qo_indptr.tolist() == [0, 19, 32, 32, 32, 99, 99]
+    assert backend.kv_indptr.tolist() == [0, 2, 5, 6, 7, 99, 99]
+
+
 def test_in_graphs_of_full_blocks_every_request_has_rows() -> None:
     backend = laid_out_prefixes(None, width=16)
     assert backend.qo_indptr.tolist() == [0, 16, 32, 48, 64, 99, 99]
@@ -153,72 +158,6 @@ def test_windows_are_laid_out_for_padded_requests_too() -> None:
     assert backend.window_kv_indptr.tolist() == [0, 2, 4, 5, 6, 99, 99]
     assert backend.cuda_graph_window_kv_indices[:7].tolist() == [10, 11, 31, 32, 0, 0, 99]
     assert backend.cuda_graph_window_kv_offsets[:4].tolist() == [0, 1, 0, 0]
-
-
-class Notes:
-    """A policy that chooses given widths and notes what it is told."""
-
-    def __init__(self, *widths: int) -> None:
-        self.widths = list(widths)
-        self.told: list[Any] = []
-
-    def choose(self, requests: int, context: int) -> int:
-        return self.widths.pop(0)
-
-    def record(self, *told: Any) -> None:
-        self.told.append(("result", *told))
-
-    def timed(self, *told: Any) -> None:
-        self.told.append(("time", *told))
-
-    def admit(self, *told: int) -> None:
-        self.told.append(("new", *told))
-
-
-def width_choice(*widths: int) -> tuple[WidthChoice, list[Any]]:
-    policy: Any = Notes(*widths)
-    return WidthChoice(policy), policy.told
-
-
-def test_late_results_and_times_belong_to_the_oldest_step() -> None:
-    """With overlap scheduling a step's result arrives after the next one started, and its time on a
-    GPU later still: told of the wrong step, the policy would learn from noise."""
-    choice, told = width_choice(16, 1, 4)
-    assert choice.start(["a", "b"], 100) == 16
-    assert choice.start(["a", "b"], 120) == 1
-    assert choice.has_result([3, 15]) == 16
-    assert choice.start(["b"], 70) == 4
-    assert choice.has_result([0, 0]) == 1
-    choice.has_time(0.020)
-    choice.has_time(0.005)
-    assert choice.has_result([2]) == 4
-    choice.has_time(0.010)
-    assert told == [
-        ("result", 2, 16, 100, None, [3, 15]),
-        ("result", 2, 1, 120, None, [0, 0]),
-        ("time", 2, 16, 100, 20.0),
-        ("time", 2, 1, 120, 5.0),
-        ("result", 1, 4, 70, None, [2]),
-        ("time", 1, 4, 70, 10.0),
-    ]
-
-
-def test_new_requests_are_noticed_after_a_prefill() -> None:
-    choice, told = width_choice(*[16] * 5)
-    choice.prefilled()
-    choice.start(["a", "b"], 0)
-    choice.start(["b"], 0)
-    assert told == [("new", 2, 2)]
-    # the prefill of a chunk: nothing new runs yet
-    choice.prefilled()
-    choice.start(["b"], 0)
-    assert told == [("new", 2, 2)]
-    choice.prefilled()
-    choice.start(["b", "c", "d"], 0)
-    assert told == [("new", 2, 2), ("new", 2, 3)]
-    # no step looks for them without a prefill: it would cost time at every step
-    choice.start(["b", "c", "d", "e"], 0)
-    assert told == [("new", 2, 2), ("new", 2, 3)]
 
 
 @pytest.fixture
@@ -296,19 +235,19 @@ def test_a_width_that_is_none_is_refused(
 ) -> None:
     monkeypatch.setenv("SGLANG_DFLASH_WIDTH", value)
     expected = (
-        f"^SGLANG_DFLASH_WIDTH={value} is neither auto nor a number of tokens from 1 .no drafts. "
-        "to the block size 16. Set one of these, or unset it.$"
+        f"^SGLANG_DFLASH_WIDTH={value} is neither auto, uniform nor a number of tokens from 1 .no "
+        "drafts. to the block size 16. Set one of these, or unset it.$"
     )
     with pytest.raises(ValueError, match=expected):
         parse(models)
 
 
-@pytest.mark.parametrize("value", ["auto", "1", "16"])
+@pytest.mark.parametrize("value", ["auto", "uniform", "1", "16"])
 def test_every_width_of_a_block_is_taken(
     models: Path, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setenv("SGLANG_DFLASH_WIDTH", value)
-    reason = None if value == "auto" else f"SGLANG_DFLASH_WIDTH={value}"
+    reason = None if value in ("auto", "uniform") else f"SGLANG_DFLASH_WIDTH={value}"
     assert why_one_width(parse(models)) == reason
 
 

@@ -30,8 +30,8 @@ def activate() -> None:
     real_draft = batch_host.BatchHost.draft_tokens
     real_write = batch_host.BatchHost.write_draft_kv
 
-    def draft_tokens(self: Any, context: Any, masked: Any, randomness: Any, *, wanted: int) -> Any:
-        output = real_draft(self, context, masked, randomness, wanted=wanted)
+    def draft_tokens(self: Any, context: Any, masked: Any, randomness: Any, **options: Any) -> Any:
+        output = real_draft(self, context, masked, randomness, **options)
         drafts = output.argmax_drafts
         vocab = self._runtime.config.drafter.vocab_size
         if any(req.rid.startswith("raise-") for req in self._batch.reqs):

@@ -1,7 +1,8 @@
 """A plug-in for tests: verify widths that a test gives, in place of the policy's.
 
 WIDTHS names a file with widths, separated by commas. The steps take them in turn, from the first
-again whenever the file is replaced. While there is no such file, the policy chooses.
+again whenever the file is replaced. While there is no such file, the policy chooses. A negative
+width is that of a mean request: as many rows are shared out, if the batch may share them.
 """
 
 from __future__ import annotations
@@ -16,21 +17,26 @@ from typing import Any
 def activate() -> None:
     if "WIDTHS" not in os.environ:
         return
-    from sglang_dflash.width import WidthPolicy
+    from sglang_dflash.width import Choice, WidthPolicy
 
     file = Path(os.environ["WIDTHS"])
     choose = WidthPolicy.choose
     given: Iterator[int] = iter(())
     version = 0
 
-    def choose_given(self: Any, *args: Any, **named: Any) -> int:
+    def choose_given(self: Any, requests: int, context: int, *, may_share: bool = False) -> Choice:
         nonlocal given, version
         if not file.exists():
-            return choose(self, *args, **named)
+            return choose(self, requests, context, may_share=may_share)
         if (found := file.stat().st_mtime_ns) != version:
             version = found
             given = itertools.cycle(map(int, file.read_text().split(",")))
-        return min(next(given), self._block_size)
+        width = next(given)
+        if width < 0 and may_share and requests > 1:
+            wanted = min(-width, self._block_size) * requests
+            if larger := [rows for rows in self.costs.shared(requests).rows if rows >= wanted]:
+                return Choice(self._block_size, min(larger))
+        return Choice(min(abs(width), self._block_size))
 
     WidthPolicy.choose = choose_given
 

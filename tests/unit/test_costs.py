@@ -45,6 +45,36 @@ def test_a_head_outside_the_draft_graph_costs_by_the_drafts_that_are_verified() 
     assert costs.step_ms(8, 0) == pytest.approx([1, 2.5, 3.1, 4.7])
 
 
+def test_rows_that_are_shared_out_fill_a_graph() -> None:
+    verify, head = {4: 1.0, 8: 2.0, 12: 3.0, 16: 4.0, 24: 6.0}, {4: 1.0, 24: 6.0}
+    costs = GraphCosts(4, verify, {4: 0.5, 8: 0.75}, head, head_in_graph=4)
+    shared = costs.shared(4)
+    # the head is part of the graph: each request may have the whole block
+    assert (shared.rows, shared.widths) == ([8, 12, 16], [4, 4, 4])
+    assert shared.extra.tolist() == [1, 2, 3]
+    assert costs.shared_ms(4, 0).tolist() == [2.5, 3.5, 4.5]
+    costs = GraphCosts(8, verify, {4: 0.5, 8: 0.75}, head, head_in_graph=4)
+    shared = costs.shared(5)
+    # 15, 25, 35 and 35 drafts for at most 4, 6, 8 and 8 rows
+    assert (shared.rows, shared.widths) == ([8, 12, 16, 24], [4, 6, 8, 8])
+    head_ms = np.array([3.75, 6, 6, 6])
+    assert costs.shared_ms(5, 0) == pytest.approx([2.75, 3.75, 4.75, 6.75] + head_ms)
+    assert costs.shared(24).rows == [] and len(costs.shared_ms(24, 0)) == 0
+
+
+def test_a_step_that_shares_corrects_its_graph_for_all_steps() -> None:
+    costs = graph_costs()
+    before, shared = costs.step_ms(32, 0), costs.shared(32)
+    place = shared.rows.index(128)
+    assert costs.shared_ms(32, 0)[place] == pytest.approx(before[3])
+    for _ in range(300):
+        costs.record(32, 8, 1000, 1.25 * before[3] + 1000 * MS_PER_TOKEN, rows=128)
+        costs.record(32, 8, 1000, 500.0, rows=130)
+    assert costs.step_ms(32, 1000)[3] == pytest.approx(1.25 * before[3] + 0.26, rel=0.02)
+    assert costs.shared_ms(32, 1000)[place] == costs.step_ms(32, 1000)[3]
+    assert costs.step_ms(32, 0)[7] == pytest.approx(before[7])
+
+
 def serve_contexts(
     costs: GraphCosts, true_ms: dict[int, float], *, steps: int, fixed_context: int | None = None
 ) -> None:
@@ -154,3 +184,19 @@ def test_one_repeated_step_does_not_disturb_what_was_learnt() -> None:
         costs.record(4, 8, 100, linear_ms(4, 8, 100))
     expected = [linear_ms(4, width, 100) for width in range(1, BLOCK + 1)]
     assert costs.step_ms(4, 100) == pytest.approx(expected, rel=0.1)
+
+
+def test_learnt_costs_share_out_as_many_rows_as_widths_have() -> None:
+    costs = LearntCosts(4)
+    shared = costs.shared(3)
+    assert (shared.rows, shared.widths) == ([6, 9, 12], [4, 4, 4])
+    assert LearntCosts(16).shared(3).widths[:4] == [4, 6, 8, 10]
+    for k in range(200):
+        width = 1 + k % 4
+        if width == 1:
+            costs.record(3, 1, 100, linear_ms(3, 1, 100))
+        else:
+            costs.record(3, 4, 100, linear_ms(3, width, 100), rows=3 * width)
+    expected = [linear_ms(3, width, 100) for width in range(1, 5)]
+    assert costs.step_ms(3, 100) == pytest.approx(expected, rel=0.05)
+    assert costs.shared_ms(3, 100) == pytest.approx(expected[1:], rel=0.05)

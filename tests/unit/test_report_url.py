@@ -14,7 +14,7 @@ from sglang_dflash.__main__ import main
 from sglang_dflash.commands.report import look_at
 from sglang_dflash.costs import GraphCosts, LearntCosts
 from sglang_dflash.metrics import AcceptanceMeter
-from sglang_dflash.width import WidthPolicy
+from sglang_dflash.width import Choice, WidthPolicy
 
 METER = AcceptanceMeter(3)
 for _ in range(10):
@@ -75,8 +75,9 @@ def test_the_width_is_shown_with_its_steps_and_costs(
 ) -> None:
     policy = WidthPolicy(3, GraphCosts(3, {3: 10.0, 6: 12.0}, {1: 1.0, 2: 1.0}))
     for _ in range(3):
-        policy.record(1, 3, 0, 13.2, [2])
-    policy.record(1, 1, 0, 10.0, [0])
+        policy.record(3, [2])
+        policy.timed(1, Choice(3), 0, 13.2)
+    policy.record(1, [0])
     replicas[0]["width"] = width(policy)
     assert main(["report", "--url", f"localhost:{port}", "--looks", "1"]) == 0
     first, shown, steps, costs, *_ = capsys.readouterr().out.splitlines()
@@ -87,6 +88,17 @@ def test_the_width_is_shown_with_its_steps_and_costs(
     assert costs.startswith(
         "  costs: 0 ms per context token; corrections of timed graphs by rows: 3: 1."
     )
+
+
+def test_steps_of_shared_rows_are_shown_with_what_came_of_them(
+    port: int, replicas: list[dict[str, Any]]
+) -> None:
+    policy = WidthPolicy(3, GraphCosts(3, {3: 10.0, 6: 12.0}, {1: 1.0, 2: 1.0}))
+    policy.record_shared([3, 1], [[0.9, 0.8], [0.5, 0.5]], [1, 0])
+    replicas[0]["width"] = width(policy)
+    _, shared, _ = look_at(f"localhost:{port}").details
+    assert shared.startswith("  1 batch steps of shared rows: lately 2.0 per request, ")
+    assert shared.endswith(" tokens expected and 1.50 committed")
 
 
 def test_a_fixed_width_is_shown_with_its_reason(port: int, replicas: list[dict[str, Any]]) -> None:
@@ -105,7 +117,7 @@ def test_learnt_costs_are_named(port: int, replicas: list[dict[str, Any]]) -> No
     replicas[0]["width"] = width(policy)
     assert look_at(f"localhost:{port}").details[-1] == "  costs: not learnt yet"
     for step in range(9):
-        policy.record(1, 1 + step % 3, 100, 5.0 + step % 3, [0])
+        policy.timed(1, Choice(1 + step % 3), 100, 5.0 + step % 3)
     replicas[0]["width"] = width(policy)
     assert "ms_per_64_rows " in look_at(f"localhost:{port}").details[-1]
 

@@ -11,9 +11,11 @@ from sglang_dflash.kernels import TORCH
 from sglang_dflash.policy import DraftPolicy
 from sglang_dflash.simulate import SteadyAcceptance
 from sglang_dflash.step import decode_step, prefill_step
-from sglang_dflash.types import DraftContext, DraftOutput, TargetOutput
+from sglang_dflash.types import DraftContext, DraftOutput, RowShare, TargetOutput
 
 B = 4
+# the second request is surer of its first two drafts
+CONFIDENCE = [[0.6, 0.5, 0.4], [0.9, 0.8, 0.3]]
 
 
 def config() -> DFlashConfig:
@@ -60,20 +62,21 @@ class CountingHost:
     def plan_verify(self, block):
         self.events.append("plan")
 
-    def draft_tokens(self, context, masked, randomness, *, wanted):
+    def draft_tokens(self, context, masked, randomness, *, wanted, with_confidence=False):
         self.events.append("draft")
         assert masked.token_ids.shape[1] == B, "the drafter always sees a full block"
         assert (masked.token_ids[:, 1:] == 99).all()
         drafts = context.anchors[:, None] + torch.arange(1, B)
         for row, limit in enumerate(self.right_until):
             drafts[row, limit:] = 0
-        return DraftOutput(drafts, drafts)
+        confidence = torch.tensor(CONFIDENCE) if with_confidence else None
+        return DraftOutput(drafts, drafts, confidence=confidence)
 
     def verify_block(self, context, block, plan):
         self.events.append("verify")
-        return TargetOutput(
-            choices=block.token_ids + 1, features=block.token_ids.flatten()[:, None].float()
-        )
+        token_ids = block.token_ids if block.shared is None else block.shared.token_ids
+        features = token_ids.flatten()[:, None].float()
+        return TargetOutput(choices=token_ids + 1, features=features)
 
     def mark(self):
         self.marks += 1
@@ -89,7 +92,15 @@ class CountingHost:
         self.events.append("record")
 
 
-def run(right_until: list[int], simulation: SteadyAcceptance | None = None, width: int = B):
+def run(
+    right_until: list[int],
+    simulation: SteadyAcceptance | None = None,
+    width: int = B,
+    num_rows: int | None = None,
+):
+    share = None
+    if num_rows is not None:
+        share = RowShare(num_rows, torch.zeros(B - 1), torch.ones(B - 1))
     host = CountingHost(right_until)
     context = DraftContext(
         anchors=torch.tensor([10, 50]), lens=torch.tensor([5, 7]), request_rows=torch.tensor([0, 1])
@@ -100,6 +111,7 @@ def run(right_until: list[int], simulation: SteadyAcceptance | None = None, widt
         TORCH,
         context,
         width=width,
+        share=share,
         buffers=buffers,
         policy=DraftPolicy(4, "cpu"),
         config=config(),
@@ -113,6 +125,28 @@ def test_step_commits_the_correct_drafts_and_one_target_token() -> None:
     assert commit.token_ids.tolist() == [[11, 12, 13, 0], [51, 0, 0, 0]]
     assert commit.bonus.tolist() == [13, 51]
     assert commit.new_lens.tolist() == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "lens"),
+    [(2, [1, 1]), (3, [1, 2]), (4, [1, 3]), (5, [2, 3]), (8, [4, 3])],
+)
+def test_shared_rows_go_to_the_surest_drafts(num_rows: int, lens: list[int]) -> None:
+    """Survival is .6 .3 .12 and .9 .72 .216: the second request's third draft is wrong."""
+    host, commit = run([3, 2], num_rows=num_rows)
+    assert commit.lens.tolist() == lens
+    tokens = [
+        [anchor + k for k in range(1, n + 1)] for anchor, n in zip((10, 50), lens, strict=True)
+    ]
+    assert commit.token_ids.tolist() == [row + [0] * (B - len(row)) for row in tokens]
+    assert commit.bonus.tolist() == [row[-1] for row in tokens]
+    assert commit.new_lens.tolist() == [5 + lens[0], 7 + lens[1]]
+    # the committed rows' features, at their slots; planned only once the rows are known
+    written = {slot: token for slot, token in host.written.items() if slot}
+    expected = {5 + k: 10.0 + k for k in range(lens[0])}
+    assert written == expected | {64 + 7 + k: 50.0 + k for k in range(lens[1])}
+    assert "plan" not in host.events
+    assert commit.bounds is not None and commit.bounds[-1] == num_rows
 
 
 def test_lengths_are_published_before_the_draft_kv_is_written() -> None:
@@ -179,7 +213,7 @@ def test_rows_that_pad_a_graph_write_to_the_scratch_slot() -> None:
     buffer = StepBuffers(max_requests=4, block_size=B, device="cpu").verified
     buffer.block(4, B).slots.fill_(9)
     rows = buffer.rows(2 * 3, 12)
-    assert [len(each) for each in rows] == [12] * 3
+    assert [len(each) for each in vars(rows).values()] == [12] * 3
     assert rows.slots.tolist() == [9] * 6 + [0] * 6
 
 

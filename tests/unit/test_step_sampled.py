@@ -7,6 +7,7 @@ Nothing of SGLang is imported; stage 3 accepts or rejects every draft.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,14 @@ from sglang_dflash.kernels import TORCH, Noise
 from sglang_dflash.policy import DraftPolicy
 from sglang_dflash.reference.rejection import BlockRule
 from sglang_dflash.step import decode_step
-from sglang_dflash.types import Commit, DraftContext, DraftOutput, SamplingPlan, TargetOutput
+from sglang_dflash.types import (
+    Commit,
+    DraftContext,
+    DraftOutput,
+    RowShare,
+    SamplingPlan,
+    TargetOutput,
+)
 from tests.unit.test_step import B, config
 
 VOCAB, REQUESTS, TEMPERATURE = 6, 4000, 0.8
@@ -36,6 +44,9 @@ class SamplingHost:
         self.plan = plan
         self.sees_all = sees_all
         self.recorded: list[Commit] = []
+        # of each request's drafts, where rows are shared; whatever was drawn
+        self.confidence = torch.rand(REQUESTS, B - 1, generator=generator)
+        self.looks_at_drafts = False
 
     def slot_table(self):
         return torch.arange(64).expand(REQUESTS, 64)
@@ -52,19 +63,27 @@ class SamplingHost:
     def plan_verify(self, block):
         pass
 
-    def draft_tokens(self, context, masked, randomness, *, wanted):
+    def draft_tokens(self, context, masked, randomness, *, wanted, with_confidence=False):
         logits = self.drafter.expand(REQUESTS, -1, -1)
         argmax_drafts = logits.argmax(-1)
         if randomness is None or not self.sees_all:
-            return DraftOutput(argmax_drafts, argmax_drafts)
+            return DraftOutput(argmax_drafts, argmax_drafts, confidence=self.confidence)
         noise = Noise(randomness.keys, randomness.scales)
         both = TORCH.argmax_and_sample(logits.flatten(0, 1), 0.0, noise)
         self.drafted = both[1].view(REQUESTS, -1)
-        return DraftOutput(*both.view(2, REQUESTS, -1), logits)
+        confidence = self.confidence
+        if self.looks_at_drafts:
+            confidence = logits.softmax(-1).gather(-1, self.drafted[..., None])[..., 0]
+        return DraftOutput(*both.view(2, REQUESTS, -1), logits, confidence)
 
     def verify_block(self, context, block, plan):
-        logits = self.target[: block.token_ids.shape[1]].repeat(REQUESTS, 1)
-        return TargetOutput(features=block.token_ids.flatten()[:, None].float(), logits=logits)
+        rows = self.target[: block.token_ids.shape[1]]
+        if block.shared is None:
+            logits = rows.repeat(REQUESTS, 1)
+        else:
+            self.rows = block.shared.bounds.diff()
+            logits = rows[block.shared.columns()]
+        return TargetOutput(features=block.rows.token_ids[:, None].float(), logits=logits)
 
     def publish(self, new_lens):
         pass
@@ -75,7 +94,14 @@ class SamplingHost:
     def record(self, commit):
         self.recorded.append(commit)
 
-    def step(self, policy: DraftPolicy | None = None, *, width: int = B, seed: int = 4) -> Commit:
+    def step(
+        self,
+        policy: DraftPolicy | None = None,
+        *,
+        width: int = B,
+        seed: int = 4,
+        share: RowShare | None = None,
+    ) -> Commit:
         torch.manual_seed(seed)
         zeros = torch.zeros(REQUESTS, dtype=torch.int64)
         context = DraftContext(anchors=zeros, lens=zeros + 5, request_rows=torch.arange(REQUESTS))
@@ -85,6 +111,7 @@ class SamplingHost:
             TORCH,
             context,
             width=width,
+            share=share,
             buffers=buffers,
             policy=policy or DraftPolicy(REQUESTS, "cpu"),
             config=config(),
@@ -168,6 +195,50 @@ def test_a_cut_that_does_not_look_at_the_drafts_changes_nothing() -> None:
     host = SamplingHost(make_plan(UNFILTERED))
     by_number = torch.arange(REQUESTS) % 3 == 0
     assert_drawn_from(commit_by(host, lambda _drafted: by_number), host.distribution(0))
+
+
+# half of the rows that drafts could take, as confidences are
+HALF = RowShare(REQUESTS + REQUESTS * (B - 1) // 2, torch.zeros(B - 1), torch.ones(B - 1))
+
+
+@pytest.mark.parametrize("width", [B - 1, B])
+@pytest.mark.parametrize("top_k", [3, UNFILTERED])
+def test_tokens_follow_the_target_however_rows_are_shared(top_k: int, width: int) -> None:
+    """The first token, and the token after a request's last row."""
+    host = SamplingHost(make_plan(top_k))
+    num_rows = min(HALF.num_rows, REQUESTS * width - 500)
+    commit = host.step(width=width, share=replace(HALF, num_rows=num_rows))
+    assert host.rows.sum() == num_rows and (commit.lens <= host.rows).all()
+    kept = min(top_k, VOCAB)
+    assert_drawn_from(commit.token_ids[:, 0], host.distribution(0, top_k=kept))
+    for rows in range(1, width + 1):
+        has_all = (commit.lens == host.rows) & (host.rows == rows)
+        assert has_all.sum() > 50
+        assert_drawn_from(commit.bonus[has_all], host.distribution(rows - 1, top_k=kept))
+
+
+@pytest.mark.parametrize("sees_all", [True, False], ids=["whole vocabulary", "a part of it"])
+def test_shared_rows_of_greedy_top_k_and_unfiltered_requests(sees_all: bool) -> None:
+    host = SamplingHost(make_plan(1, 3, UNFILTERED), sees_all=sees_all)
+    commit = host.step(share=HALF)
+    expected = host.target.argmax(-1)
+    agreed = int((host.drafter.argmax(-1) == expected[:-1]).int().cumprod(0).sum())
+    assert torch.equal(commit.lens[::3], host.rows[::3].clamp(max=agreed + 1).int())
+    for tokens, length in zip(commit.token_ids[::3], commit.lens[::3], strict=True):
+        assert torch.equal(tokens[:length], expected[:length])
+    for kind, top_k in ((1, 3), (2, VOCAB)):
+        assert_drawn_from(commit.token_ids[kind::3, 0], host.distribution(0, top_k=top_k))
+        assert commit.lens[kind::3].unique().numel() > 1
+
+
+def test_rows_shared_by_the_drawn_token_are_caught() -> None:
+    """The reason why confidence is the peak of the drafter's distribution, and never the
+    probability of the draft that was drawn from it."""
+    host = SamplingHost(make_plan(UNFILTERED))
+    host.looks_at_drafts = True
+    commit = host.step(share=HALF)
+    with pytest.raises(AssertionError):
+        assert_drawn_from(commit.token_ids[:, 0], host.distribution(0))
 
 
 def test_a_cut_that_looks_at_the_drawn_token_is_caught() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sglang_dflash.costs import GraphCosts, LearntCosts
-from sglang_dflash.width import Acceptance, WidthPolicy
+from sglang_dflash.width import Acceptance, Choice, WidthPolicy
 from tests.unit.test_costs import BLOCK, graph_costs
 
 
@@ -46,14 +46,17 @@ class Server:
         self._rng = np.random.default_rng(0)
 
     def step(self) -> int:
-        width = self.policy.choose(self.requests, 0)
+        choice = self.policy.choose(self.requests, 0)
+        assert choice.rows is None
+        width = choice.width
         ms = float(self.true_costs.step_ms(self.requests, 0)[width - 1])
         ms *= self._rng.normal(1, 0.02)
         correct = draw(self._rng, self.rate, width=width, requests=self.requests)
         self.now += ms / 1000
         self.tokens += self.requests + sum(correct)
         self.widths.append(width)
-        self.policy.record(self.requests, width, 0, ms, correct)
+        self.policy.record(width, correct)
+        self.policy.timed(self.requests, choice, 0, ms)
         return width
 
     def run(self, seconds: float) -> float:
@@ -189,12 +192,13 @@ def test_widths_settle() -> None:
 
 
 def test_a_graph_that_is_paid_for_is_filled() -> None:
-    policy = WidthPolicy(BLOCK, GraphCosts(BLOCK, {4: 1.0, 8: 5.0, 16: 50.0}, {1: 0.0}))
+    policy = WidthPolicy(BLOCK, GraphCosts(BLOCK, {4: 1.0, 8: 5.0, 32: 50.0}, {2: 0.0}))
     for _ in range(200):
-        policy.record(1, BLOCK, 0, None, [1])
-    # the fourth row promises less than the hysteresis, but costs nothing
-    assert policy.expected_tokens(4) < 1.02 * policy.expected_tokens(3)
-    assert [policy.choose(1, 0, widest=widest) for widest in (3, None)] == [3, 4]
+        policy.record(BLOCK, [1])
+    assert policy.choose(2, 0) == Choice(2)
+    # alone, the third and fourth row promise less than the hysteresis, but cost nothing
+    assert policy.expected_tokens(Choice(4), 1) < 1.02 * policy.expected_tokens(Choice(2), 1)
+    assert policy.choose(1, 0) == Choice(4)
 
 
 def test_a_corrected_graph_may_be_slower_than_a_larger_one() -> None:
@@ -203,38 +207,23 @@ def test_a_corrected_graph_may_be_slower_than_a_larger_one() -> None:
         costs.record(1, 2, 0, 2.0)
     policy = WidthPolicy(4, costs)
     assert costs.step_ms(1, 0)[1] > costs.step_ms(1, 0)[3]
-    assert [policy.choose(1, 0) for _ in range(3)] == [4, 4, 4]
-    assert policy.choose(1, 0, widest=2) == 1
+    assert [policy.choose(1, 0).width for _ in range(3)] == [4, 4, 4]
 
 
 def test_hysteresis_keeps_a_width_that_is_nearly_best() -> None:
     # before any evidence a step of width 3 is expected to commit 2.71 tokens, of width 2 1.9
     for widest_ms, expected in ((2.68, 1), (2.6, 3)):
         policy = WidthPolicy(3, GraphCosts(3, {1: 1.0, 2: 2.0, 3: widest_ms}, {1: 0.0}))
-        assert policy.choose(1, 0, widest=1) == 1
-        assert policy.choose(1, 0) == expected
+        assert policy.choose(3, 0).width == 1, "no graph holds more"
+        assert policy.choose(1, 0).width == expected
 
 
-@pytest.mark.parametrize(
-    ("requests", "widest", "expected"), [(1, None, 6), (1, 4, 4), (256, None, 3), (1000, None, 1)]
-)
-def test_a_fixed_width_is_kept_where_it_is_possible(
-    requests: int, widest: int | None, expected: int
-) -> None:
+@pytest.mark.parametrize(("requests", "expected"), [(1, 6), (256, 3), (1000, 1)])
+def test_a_fixed_width_is_kept_where_it_is_possible(requests: int, expected: int) -> None:
     policy = WidthPolicy(BLOCK, graph_costs(), fixed=6)
     for _ in range(50):
-        assert policy.choose(requests, 0, widest=widest) == expected
-        policy.record(requests, expected, 0, None, [0] * requests)
-
-
-def test_no_width_exceeds_the_widest() -> None:
-    server = Server(4, 0.9, costs=LearntCosts(BLOCK))
-    for _ in range(500):
-        width = server.policy.choose(4, 0, widest=3)
-        assert 1 <= width <= 3
-        server.now += 0.1
-        server.policy.record(4, width, 0, 10.0 + width, [width - 1] * 4)
-    assert server.policy.choose(1000, 0, widest=1) == 1
+        assert policy.choose(requests, 0, may_share=True) == Choice(expected)
+        policy.record(expected, [0] * requests)
 
 
 @pytest.mark.parametrize(("requests", "rate"), [(1, 0), (1, 0.8), (8, 0.5), (64, 0.5), (64, 0.8)])
@@ -266,15 +255,15 @@ def test_the_snapshot_is_json() -> None:
 def test_new_requests_weaken_the_evidence_but_not_the_rates() -> None:
     policy = WidthPolicy(16, GraphCosts(16, {256: 20.0}, {16: 2.0}))
     for _ in range(100):
-        policy.record(8, 16, 0, None, [2] * 8)
+        policy.record(16, [2] * 8)
     before = policy.acceptance.survival()
     policy.admit(8, 8)
     assert policy.acceptance.survival()[:2] == pytest.approx(before[:2], abs=0.05)
-    policy.record(8, 16, 0, None, [15] * 8)
+    policy.record(16, [15] * 8)
     weakened = policy.acceptance.survival()[2]
     for _ in range(100):
-        policy.record(8, 16, 0, None, [2] * 8)
-    policy.record(8, 16, 0, None, [15] * 8)
+        policy.record(16, [2] * 8)
+    policy.record(16, [15] * 8)
     assert weakened > 3 * policy.acceptance.survival()[2]
 
 
@@ -284,14 +273,14 @@ def test_at_width_one_new_requests_are_asked_at_once() -> None:
         16, GraphCosts(16, {64: 10.0, 1024: 90.0}, {64: 5.0}), clock=lambda: clock[0]
     )
     for _ in range(50):
-        policy.record(64, 16, 0, None, [0] * 64)
-    while policy.choose(64, 0) > 1:
+        policy.record(16, [0] * 64)
+    while policy.choose(64, 0).width > 1:
         clock[0] += 0.01
     clock[0] += 5
-    assert policy.choose(64, 0) > 1, "a probe"
-    assert policy.choose(64, 0) == 1
+    assert policy.choose(64, 0).width > 1, "a probe"
+    assert policy.choose(64, 0).width == 1
     policy.admit(64, 64)
     clock[0] += 1.5
-    assert policy.choose(64, 0) == 1, "not before probes are allowed again"
+    assert policy.choose(64, 0).width == 1, "not before probes are allowed again"
     clock[0] += 8
-    assert policy.choose(64, 0) > 1
+    assert policy.choose(64, 0).width > 1

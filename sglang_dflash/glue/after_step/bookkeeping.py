@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from sglang_dflash.glue.after_step.exporter import PrometheusExporter
@@ -22,8 +23,8 @@ class Bookkeeping:
         self.meter = AcceptanceMeter(block_size)
         self.clock = StageClock(device_type)
         self.alarm = alarm
-        # verify width of the step whose result is being processed
-        self.width = block_size
+        # verify width of the step whose result is being processed, by request id if they differ
+        self._width: int | Mapping[str, int] = block_size
         self._export: PrometheusExporter | None = None
         self._speaks = True
         self._flushed = time.monotonic()
@@ -40,14 +41,20 @@ class Bookkeeping:
         if reporter.current_scheduler_metrics_enabled and collector is not None:
             self._export = PrometheusExporter(dict(collector.labels), self.meter.block_size)
 
-    def begin_result(self, width: int) -> None:
+    def begin_result(self, width: int | Mapping[str, int]) -> None:
         """Note the verify width of the step whose result is processed next."""
-        self.width = width
+        self._width = width
 
-    def record(self, num_correct: int, committed: int, *, context: int, ended: bool) -> None:
+    def width_of(self, request_id: str) -> int:
+        """Return the rows that a request had in the step whose result is being processed."""
+        return self._width if isinstance(self._width, int) else self._width[request_id]
+
+    def record(
+        self, num_correct: int, committed: int, width: int, *, context: int, ended: bool
+    ) -> None:
         """Count one step of one request, of the batch whose result is being processed."""
-        self.meter.record(num_correct, committed, self.width)
-        warning = self.alarm.record(num_correct, committed, context, self.width)
+        self.meter.record(num_correct, committed, width)
+        warning = self.alarm.record(num_correct, committed, context, width)
         if warning is not None and self._speaks:
             logger.warning(warning)
         now = time.monotonic()

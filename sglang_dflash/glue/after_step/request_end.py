@@ -49,9 +49,10 @@ def finish_and_meter(original: Any, req: Any, new_accepted_len: int = 1) -> None
             committed = max(1, min(committed, req.finished_len - before))
         _uncount_after_stop(req, num_correct, min(num_correct, committed))
         for book in _meters:
-            REQ.write(req, spec_num_cap_tokens=req.spec_num_cap_tokens + book.width)
+            width = book.width_of(req.rid)
+            REQ.write(req, spec_num_cap_tokens=req.spec_num_cap_tokens + width)
             context = len(req.origin_input_ids) + len(req.output_ids)
-            book.record(num_correct, committed, context=context, ended=req.finished())
+            book.record(num_correct, committed, width, context=context, ended=req.finished())
     _metered[req] = (req.spec_verify_ct, req.spec_num_correct_drafts)
 
 

@@ -42,12 +42,18 @@ class CpuAttention(compat.AttentionBackend):
         lens = forward_batch.seq_lens.long()
         table = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
         if mode.is_target_verify():
-            width = forward_batch.spec_info.draft_token_num
-            self._rows = [self._uniform(lens, lens + width, width, table)]
+            rows = forward_batch.spec_info.ragged_verify_layout
+            if rows is None or rows.bounds is None:
+                width = forward_batch.spec_info.draft_token_num
+                self._rows = [self._uniform(lens, lens + width, width, table)]
+            else:
+                counts = rows.bounds.diff()
+                self._rows = self._ragged(counts, lens, lens + counts, table)
         elif mode.is_decode():
             self._rows = [self._uniform(lens - 1, lens, 1, table)]
         else:
-            self._rows = self._ragged(forward_batch, lens, table)
+            starts = forward_batch.extend_prefix_lens.long()
+            self._rows = self._ragged(forward_batch.extend_seq_lens, starts, lens, table)
         if self._has_swa:
             self._swa_out = self.token_to_kv_pool.translate_loc_from_full_to_swa(
                 forward_batch.out_cache_loc
@@ -69,12 +75,11 @@ class CpuAttention(compat.AttentionBackend):
             ),
         )
 
-    def _ragged(self, forward_batch: Any, lens: Tensor, table: Tensor) -> list[Rows]:
+    def _ragged(self, counts: Tensor, starts: Tensor, kv_lens: Tensor, table: Tensor) -> list[Rows]:
         rows, offset = [], 0
-        for i, num_queries in enumerate(forward_batch.extend_seq_lens.tolist()):
+        for i, num_queries in enumerate(counts.tolist()):
             one = slice(i, i + 1)
-            start = forward_batch.extend_prefix_lens[one].long()
-            rows.append(self._uniform(start, lens[one], num_queries, table[one], offset))
+            rows.append(self._uniform(starts[one], kv_lens[one], num_queries, table[one], offset))
             offset += num_queries
         return rows
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,11 @@ class DraftHead:
         tokens = self._group.all_gather((highest + self._start)[None], dim=0)
         return tokens.gather(0, values.argmax(dim=0, keepdim=True))
 
+    def confidence(self, logits: Tensor, logit_cap: float) -> Tensor:
+        """Return the highest probability of each row of logits, [n] fp32."""
+        assert self.sees_all, "the vocabulary is sharded"
+        return self._ops.peak_probabilities(logits, logit_cap)
+
     @property
     def sees_all(self) -> bool:
         return self._group is None or self._group.world_size == 1
@@ -99,6 +104,14 @@ def _multiply(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
     return torch.matmul(x, weight.T, out=out) if product is None else product
 
 
+class Drafted(NamedTuple):
+    """The head's output for the masked rows of b blocks, without anchors."""
+
+    drafts: Tensor  # [1 or 2, b, wanted] int64: argmax and, with noise, sampled
+    logits: Tensor | None  # [b, wanted, V]; None if the vocabulary is sharded
+    confidence: Tensor | None = None  # [b, wanted] fp32, if asked for: the highest probability
+
+
 class BlockHead:
     """The draft head over blocks of hidden states; the first row of each block is its anchor."""
 
@@ -119,26 +132,42 @@ class BlockHead:
         return rows.clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
     def draft_blocks(
-        self, hidden: Tensor, noise: Noise | None, *, wanted: int
-    ) -> tuple[Tensor, Tensor | None]:
+        self, hidden: Tensor, noise: Noise | None, *, wanted: int, with_confidence: bool = False
+    ) -> Drafted:
         """Return what `draft` does, from the hidden states of whole blocks."""
         if hidden.device.type != "cpu" or wanted < self.block_size - 1:
-            return self.draft(self.masked_rows(hidden, wanted), noise, wanted=wanted)
+            rows = self.masked_rows(hidden, wanted)
+            return self.draft(rows, noise, wanted=wanted, with_confidence=with_confidence)
         # on a CPU the GEMM is faster over whole blocks, though the first row is not needed
         if noise is not None:
             noise = Noise(noise.keys.roll(1, dims=1), noise.scales)
-        drafts, logits = self.draft(hidden, noise, wanted=self.block_size)
-        return drafts[:, :, 1:], None if logits is None else logits[:, 1:]
+        drafts, logits, confidence = self.draft(
+            hidden, noise, wanted=self.block_size, with_confidence=with_confidence
+        )
+        return Drafted(
+            drafts[:, :, 1:],
+            None if logits is None else logits[:, 1:],
+            None if confidence is None else confidence[:, 1:],
+        )
 
     def draft(
-        self, rows: Tensor, noise: Noise | None, *, wanted: int, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the argmax drafts of masked rows [b * wanted, H] and, with noise, sampled drafts,
-        [1 or 2, b, wanted]; and the logits, in `out` if given, [b, wanted, V], None if the
-        vocabulary is sharded."""
+        self,
+        rows: Tensor,  # [b * wanted, H], masked
+        noise: Noise | None,
+        *,
+        wanted: int,
+        with_confidence: bool = False,
+        out: Tensor | None = None,  # for the logits
+    ) -> Drafted:
+        """Return the drafts of masked rows."""
         logits = self._head.multiply(rows, out)
         drafts = self._head.choose(logits, logit_cap=self._logit_cap, noise=noise)
-        return drafts.unflatten(1, (-1, wanted)), self._by_block(logits, wanted)
+        confidence = None
+        if with_confidence:
+            confidence = self._head.confidence(logits, self._logit_cap).unflatten(0, (-1, wanted))
+        return Drafted(
+            drafts.unflatten(1, (-1, wanted)), self._by_block(logits, wanted), confidence
+        )
 
     def logits_by_block(self, logits: Tensor, size: int) -> Tensor | None:
         """Return the logits as `draft` does, from a buffer that holds those of `size` blocks."""

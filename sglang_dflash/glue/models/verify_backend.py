@@ -183,11 +183,7 @@ class VerifyBackend:
     ) -> None:
         """Fill a graph's batch index buffers, without reading a length back from the device."""
         backend = self._backend
-        bounds = backend.qo_indptr[: bs + 1]
-        torch.mul(self._numbers[: bs + 1], spec_info.draft_token_num, out=bounds)
-        if spec_info.ragged_verify_layout is not None:
-            # requests that only pad the graph have no rows
-            bounds.clamp_(max=spec_info.ragged_verify_layout.used)
+        self._bound_rows(backend.qo_indptr[: bs + 1], spec_info)
         batch = (backend.req_to_token, request_rows[:bs], seq_lens[:bs])
         self._index_prefixes(*batch, backend.kv_indptr, backend.cuda_graph_kv_indices)
         if backend.sliding_window_size is not None and backend.sliding_window_size > 0:
@@ -199,6 +195,17 @@ class VerifyBackend:
                 starts=backend.cuda_graph_window_kv_offsets,
                 slot_map=self._window_slots(),
             )
+
+    def _bound_rows(self, bounds: Tensor, spec_info: Any) -> None:
+        """Set where each request's rows begin; those that only pad the graph have none."""
+        rows = spec_info.ragged_verify_layout
+        if rows is not None and rows.bounds is not None:
+            bounds[: rows.requests + 1].copy_(rows.bounds)
+            bounds[rows.requests + 1 :].fill_(rows.used)
+            return
+        torch.mul(self._numbers[: bounds.shape[0]], spec_info.draft_token_num, out=bounds)
+        if rows is not None:
+            bounds.clamp_(max=rows.used)
 
     def _window_slots(self) -> Tensor | None:
         """Return the map from full-pool slots to those of the sliding-window pool; None if all

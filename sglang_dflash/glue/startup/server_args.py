@@ -99,6 +99,7 @@ def resolve_config(server_args: Any, *, target_config: Any) -> cfg.DFlashConfig:
         draft_backend=server_args.speculative_draft_attention_backend,
         overlap=_overlap(server_args),
         width=Environment().width(server_args.speculative_num_draft_tokens),
+        shares_rows=Environment().shares_rows,
         simulated_accept_length=Environment().simulated_accept_length,
         draws_acceptance=Environment().draws_acceptance,
     )

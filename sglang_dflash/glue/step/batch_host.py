@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sglang_dflash.glue import changes, compat
-from sglang_dflash.glue.sampling.plan import plan_of
+from sglang_dflash.glue.sampling.plan import is_adjusted, plan_of
 from sglang_dflash.glue.step.graph_outputs import VerifyOutputs
 from sglang_dflash.glue.step.runtime import DFlashRuntime
+from sglang_dflash.glue.step.verify_graphs import VerifyRows
 from sglang_dflash.kernels import Noise
 from sglang_dflash.types import (
     Commit,
@@ -81,7 +83,21 @@ class BatchHost:
         self._runtime.book.clock.mark()
 
     def sampling_plan(self) -> SamplingPlan | None:
+        return self._sampling_plan
+
+    @cached_property
+    def _sampling_plan(self) -> SamplingPlan | None:
         return plan_of(self._batch)
+
+    @property
+    def may_share_rows(self) -> bool:
+        """Whether requests may verify different numbers of rows: not if SGLang's sampler runs, or
+        the batch has more keys than the graphs hold."""
+        runtime, batch = self._runtime, self._batch
+        if not runtime.shares_rows or not runtime.holds(self.context_bound):
+            return False
+        is_greedy = batch.sampling_info.is_all_greedy and not is_adjusted(batch)
+        return is_greedy or self._sampling_plan is not None
 
     def request_ids(self) -> list[str]:
         return [req.rid for req in self._batch.reqs]
@@ -93,6 +109,7 @@ class BatchHost:
         randomness: Randomness | None,
         *,
         wanted: int,
+        with_confidence: bool = False,
     ) -> DraftOutput:
         runtime = self._runtime
         head, graphs = runtime.block_head, runtime.draft_graphs
@@ -103,14 +120,23 @@ class BatchHost:
             found = graphs.drafts_of(result, turns[0].stop)
             if found is None:
                 hidden = result.logits_output.hidden_states
-                found = head.draft_blocks(hidden, noise, wanted=wanted)
+                found = head.draft_blocks(
+                    hidden, noise, wanted=wanted, with_confidence=with_confidence
+                )
         else:
             results = (self._run_drafter(turn, context, masked) for turn in turns)
             # copied turn by turn: the next one overwrites the graph's output
             rows = [head.masked_rows(r.logits_output.hidden_states, wanted) for r in results]
-            found = head.draft(torch.cat(rows), noise, wanted=wanted)
-        drafts, logits = found
-        return DraftOutput(argmax_drafts=drafts[0], sampled_drafts=drafts[-1], logits=logits)
+            found = head.draft(
+                torch.cat(rows), noise, wanted=wanted, with_confidence=with_confidence
+            )
+        drafts, logits, confidence = found
+        return DraftOutput(
+            argmax_drafts=drafts[0],
+            sampled_drafts=drafts[-1],
+            logits=logits,
+            confidence=confidence,
+        )
 
     def _run_drafter(self, turn: slice, context: DraftContext, masked: DraftBlock) -> Any:
         """Run the drafter on some of the requests."""
@@ -151,15 +177,20 @@ class BatchHost:
         """Plan the verify pass; its tokens are read from the block when it runs."""
         runtime, batch = self._runtime, self._batch
         requests, width = block.token_ids.shape
-        in_graph = runtime.rows_for(requests, width, self.context_bound)
-        padded = requests * width if in_graph is None else in_graph.graph_num_tokens
-        rows = runtime.buffers.verified.rows(requests * width, padded)
+        graph = runtime.graph_for(block.num_rows, self.context_bound)
+        rows, layout = block.rows, None
+        if block.shared is not None:
+            assert graph in (None, block.num_rows), f"{block.num_rows} rows fill no graph"
+            layout = VerifyRows(block.num_rows, requests, width, block.shared.bounds)
+        elif graph is not None:
+            rows = runtime.buffers.verified.rows(block.num_rows, graph)
+            layout = VerifyRows(graph, requests, width)
         verify_input = compat.DFlashVerifyInput(
             draft_token=rows.token_ids,
             positions=rows.positions,
             draft_token_num=width,
             capture_hidden_mode=compat.CaptureHiddenMode.FULL,
-            ragged_verify_layout=in_graph,
+            ragged_verify_layout=layout,
         )
         BATCH.write(
             batch,
@@ -170,7 +201,7 @@ class BatchHost:
         self.verify_batch, in_any_graph = verify_input.prepare_for_verify(
             batch, runtime.target_worker
         )
-        assert in_graph is None or in_any_graph, f"the graph of {in_graph} did not run"
+        assert graph is None or in_any_graph, f"the graph of {layout} did not run"
 
     def verify_block(
         self, context: DraftContext, block: DraftBlock, plan: SamplingPlan | None
@@ -190,7 +221,10 @@ class BatchHost:
         output = self.target_result.logits_output
         features = self._used_rows(block, output)
         choices = None
-        if plan is None:
+        if block.shared is not None:
+            if plan is None and graph is not None:
+                choices = graph.choices[: block.num_rows]
+        elif plan is None:
             choices = runtime.row_sampler.choose(
                 batch,
                 output,
@@ -209,7 +243,7 @@ class BatchHost:
     @staticmethod
     def _used_rows(block: DraftBlock, output: Any) -> Tensor:
         """Return the features of the block's rows, and drop the padding's logits."""
-        rows = block.token_ids.numel()
+        rows = block.num_rows
         features = take_features(output)
         if output.next_token_logits is not None and output.next_token_logits.shape[0] > rows:
             OUTPUT.write(output, next_token_logits=output.next_token_logits[:rows])

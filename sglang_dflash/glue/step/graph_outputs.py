@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sglang_dflash.buffers import StepRandomness
 from sglang_dflash.glue import changes
-from sglang_dflash.glue.models.heads import BlockHead, VerifyHead
+from sglang_dflash.glue.models.heads import BlockHead, Drafted, VerifyHead
 from sglang_dflash.glue.step.draft_cache import DraftCache
 
 # requests up to which draft graphs contain the head if widths change: with fewer requests a step is
@@ -80,6 +80,7 @@ class DraftGraphOutputs:
 
     drafts: Tensor  # [2, b, B - 1] int64, argmax and sampled
     logits: Tensor  # [n, V + padding], with n rows as in the largest graph
+    confidence: Tensor | None  # [b, B - 1] fp32, if rows may be shared
 
 
 class DraftGraphs:
@@ -101,11 +102,13 @@ class DraftGraphs:
         *,
         max_requests: int,
         max_with_head: int,
+        with_confidence: bool,
         randomness: StepRandomness,
     ) -> None:
         """Add the tail to the graphs, with the head up to `max_with_head` requests; call before any
         of them is captured."""
         wanted = self._head.block_size - 1
+        sure = torch.zeros(max_requests, wanted, device=draft_runner.device)
         drafts = torch.zeros(2, max_requests, wanted, dtype=torch.int64, device=draft_runner.device)
 
         def tail(runner: Any, output: Any, _forward_batch: Any, _num_tokens: int) -> None:
@@ -117,11 +120,18 @@ class DraftGraphs:
             if self._outputs is None:
                 # captured from the largest to the smallest
                 self._largest_with_head = size
-                self._outputs = DraftGraphOutputs(drafts, self._head.allocate_logits(size))
+                self._outputs = DraftGraphOutputs(
+                    drafts, self._head.allocate_logits(size), sure if with_confidence else None
+                )
             outputs = self._outputs
             rows, out = self._head.masked_rows(hidden, wanted), outputs.logits[: size * wanted]
             noise = randomness.for_batch(size)
-            outputs.drafts[:, :size], _ = self._head.draft(rows, noise, wanted=wanted, out=out)
+            found = self._head.draft(
+                rows, noise, wanted=wanted, with_confidence=with_confidence, out=out
+            )
+            outputs.drafts[:, :size] = found.drafts
+            if outputs.confidence is not None and found.confidence is not None:
+                outputs.confidence[:size].copy_(found.confidence)
 
         _end_graphs_with(tail, draft_runner, why="draft graphs also compute the head's choices")
 
@@ -131,15 +141,19 @@ class DraftGraphs:
         size = self._largest or requests
         return [slice(i, min(i + size, requests)) for i in range(0, requests, size)]
 
-    def drafts_of(self, draft_result: Any, size: int) -> tuple[Tensor, Tensor | None] | None:
+    def drafts_of(self, draft_result: Any, size: int) -> Drafted | None:
         """Return the result of `BlockHead.draft` for whole blocks of `size` requests; None if the
         pass ran outside a graph, or in one without the head."""
         if self._outputs is None or size > self._largest_with_head:
             return None
         if not draft_result.can_run_graph:
             return None
-        logits = self._head.logits_by_block(self._outputs.logits, size)
-        return self._outputs.drafts[:, :size], logits
+        outputs = self._outputs
+        return Drafted(
+            outputs.drafts[:, :size],
+            self._head.logits_by_block(outputs.logits, size),
+            None if outputs.confidence is None else outputs.confidence[:size],
+        )
 
 
 def _end_graphs_with(tail: Callable[..., None], runner: Any, *, why: str) -> None:

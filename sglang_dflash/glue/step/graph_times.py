@@ -24,7 +24,7 @@ REPLAYS = 3
 # ms of all the replays of a model's graphs; beyond it the remaining graphs are interpolated
 BUDGET_MS = 6000.0
 # numbers of drafts at which the head is timed
-HEAD_DRAFTS = (16, 64, 128, 256, 512, 768)
+HEAD_DRAFTS = (16, 64, 128, 256, 512, 768, 1536)
 
 
 def time_step(runtime: DFlashRuntime, target: VerifyGraphRunner, draft: Any) -> GraphCosts:
@@ -54,7 +54,10 @@ def time_head(runtime: DFlashRuntime) -> dict[int, float]:
             torch.zeros(1, drafts, dtype=torch.int64, device=weight.device),
             torch.zeros(1, device=weight.device),
         )
-        found[drafts] = _replay_ms(functools.partial(head.draft, rows, noise, wanted=drafts))
+        call = functools.partial(
+            head.draft, rows, noise, wanted=drafts, with_confidence=runtime.shares_rows
+        )
+        found[drafts] = _replay_ms(call)
     return found
 
 

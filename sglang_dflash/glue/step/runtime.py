@@ -15,7 +15,7 @@ from sglang_dflash.glue.sampling.penalties import PenaltyTable
 from sglang_dflash.glue.sampling.row_sampler import RowSampler
 from sglang_dflash.glue.step.draft_cache import DraftCache
 from sglang_dflash.glue.step.graph_outputs import DraftGraphs, VerifyGraphs
-from sglang_dflash.glue.step.verify_graphs import VerifyGraphRunner, VerifyRows
+from sglang_dflash.glue.step.verify_graphs import VerifyGraphRunner
 from sglang_dflash.kernels import Ops
 
 
@@ -59,6 +59,8 @@ class DFlashRuntime:
         self.draft_graphs = DraftGraphs(self.block_head)
         self.buffers: StepBuffers
         self._graphs: VerifyGraphRunner | None = None
+        # whether the requests of a step may verify different numbers of rows
+        self.shares_rows = False
         self.block_input = compat.DFlashVerifyInput(
             draft_token=None,
             positions=None,
@@ -74,7 +76,16 @@ class DFlashRuntime:
         """Verify in these graphs, once they are captured."""
         self._graphs = graphs
 
-    def rows_for(self, requests: int, width: int, keys: int) -> VerifyRows | None:
-        """Return the rows of the verify graph for a batch with at most this many keys in its
-        prefixes; None if it runs outside our graphs."""
-        return None if self._graphs is None else self._graphs.rows_for(requests, width, keys)
+    def share_rows(self) -> None:
+        """Let the requests of a step verify different numbers of rows."""
+        self.shares_rows = True
+
+    def graph_for(self, rows: int, keys: int) -> int | None:
+        """Return the rows of the verify graph for so many rows of a batch with at most this many
+        keys in its prefixes; None if it runs outside our graphs."""
+        return None if self._graphs is None else self._graphs.graph_for(rows, keys)
+
+    def holds(self, keys: int) -> bool:
+        """Return whether a batch with so many keys in its prefixes fits into our graphs, or there
+        are none."""
+        return self._graphs is None or self._graphs.holds(keys)

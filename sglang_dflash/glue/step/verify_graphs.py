@@ -11,19 +11,23 @@ from __future__ import annotations
 import bisect
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from sglang_dflash.glue import changes, compat
 
 
 class VerifyRows(NamedTuple):
-    """The rows of a verify pass: `requests` of `width` each, padded to those of a graph."""
+    """The rows of a verify pass: `requests` of `width` each, padded to those of a graph; or all
+    rows of a graph, shared out among the requests."""
 
     graph_num_tokens: int  # as SGLang's runner calls the rows of the graph
     requests: int
     width: int
+    bounds: Tensor | None = None  # [requests + 1] int64, where each request's rows begin
 
     @property
     def used(self) -> int:
-        return self.requests * self.width
+        return self.requests * self.width if self.bounds is None else self.graph_num_tokens
 
 
 class VerifyGraphRunner(compat.DecodeCudaGraphRunner):
@@ -73,15 +77,18 @@ class VerifyGraphRunner(compat.DecodeCudaGraphRunner):
     def _can_run_ragged_verify_graph(self, forward_batch: Any, ragged_layout: Any) -> bool:
         return True
 
-    def rows_for(self, requests: int, width: int, keys: int) -> VerifyRows | None:
-        """Return the rows of the graph for a batch with at most this many keys in its prefixes;
-        None if there is none."""
-        at = bisect.bisect_left(self.capture_num_tokens, requests * width)
-        indices = self.attn_backend.cuda_graph_kv_indices.shape[0]
-        # graphs pad to more requests, each with a key or more
-        if at == len(self.capture_num_tokens) or keys + self.max_bs > indices:
+    def graph_for(self, rows: int, keys: int) -> int | None:
+        """Return the rows of the graph for so many rows of a batch with at most this many keys in
+        its prefixes; None if there is none."""
+        at = bisect.bisect_left(self.capture_num_tokens, rows)
+        if at == len(self.capture_num_tokens) or not self.holds(keys):
             return None
-        return VerifyRows(self.capture_num_tokens[at], requests, width)
+        return self.capture_num_tokens[at]
+
+    def holds(self, keys: int) -> bool:
+        """Return whether the graphs hold so many keys: they pad to more requests, each with a key
+        or more."""
+        return keys + self.max_bs <= self.attn_backend.cuda_graph_kv_indices.shape[0]
 
     def lay_out(self, rows: int, *, requests: int, width: int) -> None:
         """Put a batch without a context into the inputs of the graph of this many rows."""

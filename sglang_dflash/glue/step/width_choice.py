@@ -1,4 +1,4 @@
-"""The verify width of each step, and what the policy learns once a step's result is known.
+"""How many rows each step verifies, and what the policy learns once a step's result is known.
 
 With overlap scheduling a step is chosen before the last one's result has reached the host. Results
 and device times arrive later, each in the order of the steps.
@@ -7,36 +7,53 @@ and device times arrive later, each in the order of the steps.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from sglang_dflash.width import WidthPolicy
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglang_dflash.types import Commit, RowShare
+from sglang_dflash.width import Choice, WidthPolicy
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """A step that was started."""
 
-    requests: int
-    width: int
+    request_ids: Sequence[str]
+    choice: Choice
     context: int  # tokens in the batch's prefixes, at most
+    # if rows were shared, on their way to the host: where each request's rows begin, and the
+    # drafter's confidence
+    bounds: Tensor | None = None
+    confidence: Tensor | None = None
 
 
 class WidthChoice:
     """Chooses widths, and hands results and times of the steps to the policy."""
 
-    def __init__(self, policy: WidthPolicy) -> None:
+    def __init__(self, policy: WidthPolicy, device: torch.device | str = "cpu") -> None:
         self.policy = policy
+        self._device = device
         self._without_result: deque[Step] = deque()
         self._without_time: deque[Step] = deque()
         self._running: set[str] = set()
         self._has_prefilled = False
+        # the policy's calibration, on the device
+        self._version = -1
+        self._offsets = self._slopes = torch.empty(0)
 
     def prefilled(self) -> None:
         """Note that requests were prefilled since the last step."""
         self._has_prefilled = True
 
-    def start(self, request_ids: Sequence[str], context: int) -> int:
-        """Choose the width of the step that is about to start."""
+    def start(
+        self, request_ids: Sequence[str], context: int, *, may_share: bool = False
+    ) -> tuple[int, RowShare | None]:
+        """Choose the width of the step that is about to start, and how its rows are shared; None if
+        all requests have as many."""
         requests = len(request_ids)
         if self._has_prefilled:
             self._has_prefilled = False
@@ -44,20 +61,43 @@ class WidthChoice:
             if new := len(running - self._running):
                 self.policy.admit(new, requests)
             self._running = running
-        width = self.policy.choose(requests, context)
-        step = Step(requests, width, context)
+        choice = self.policy.choose(requests, context, may_share=may_share)
+        step = Step(request_ids, choice, context)
         self._without_result.append(step)
         self._without_time.append(step)
-        return width
+        return choice.width, None if choice.rows is None else self._share(choice.rows)
 
-    def has_result(self, num_correct: Sequence[int]) -> int:
+    def committed(self, commit: Commit) -> None:
+        """Send what is to be learnt from the newest step to the host. It is there by the time that
+        SGLang has the step's result, whose copy follows."""
+        if commit.bounds is not None and commit.confidence is not None:
+            self._without_result[-1] = replace(
+                self._without_result[-1],
+                bounds=commit.bounds.to("cpu", non_blocking=True),
+                confidence=commit.confidence.to("cpu", non_blocking=True),
+            )
+
+    def has_result(self, num_correct: Sequence[int]) -> int | Mapping[str, int]:
         """Learn each request's number of correct drafts in the oldest step without a result; return
-        that step's width."""
+        that step's width, or each request's if rows were shared."""
         step = self._without_result.popleft()
-        self.policy.record(step.requests, step.width, step.context, None, num_correct)
-        return step.width
+        if step.bounds is None or step.confidence is None:
+            self.policy.record(step.choice.width, num_correct)
+            return step.choice.width
+        rows = np.diff(step.bounds.numpy())
+        self.policy.record_shared(rows, step.confidence.numpy(), np.asarray(num_correct))
+        return dict(zip(step.request_ids, rows.tolist(), strict=True))
 
     def has_time(self, seconds: float) -> None:
         """Learn the time of the oldest step without one."""
         step = self._without_time.popleft()
-        self.policy.timed(step.requests, step.width, step.context, seconds * 1000)
+        self.policy.timed(len(step.request_ids), step.choice, step.context, seconds * 1000)
+
+    def _share(self, num_rows: int) -> RowShare:
+        calibration = self.policy.calibration
+        if self._version != calibration.version:
+            self._version = calibration.version
+            # a copy, which later learning leaves alone
+            numbers = torch.from_numpy(np.stack([calibration.offsets, calibration.slopes]))
+            self._offsets, self._slopes = numbers.to(self._device, non_blocking=True)
+        return RowShare(num_rows, self._offsets, self._slopes)

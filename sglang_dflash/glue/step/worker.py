@@ -35,6 +35,7 @@ from sglang_dflash.glue.step.graph_times import time_step
 from sglang_dflash.glue.step.runtime import DFlashRuntime
 from sglang_dflash.glue.step.spec_input import DFlashState
 from sglang_dflash.glue.step.verify_graphs import VerifyGraphRunner, install_verify_graphs
+from sglang_dflash.glue.step.warm_up import compile_sharing
 from sglang_dflash.glue.step.width_choice import WidthChoice
 from sglang_dflash.metrics import AcceptanceAlarm
 from sglang_dflash.policy import DraftPolicy
@@ -105,7 +106,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         self.verify_kernel = "not chosen yet"
         # why every step verifies the same number of rows per request; None if it may change
         self.one_width: str | None = "not chosen yet"
-        self.width = WidthChoice(self._width_policy(LearntCosts(self.config.block_size)))
+        self.width = self._width_choice(LearntCosts(self.config.block_size))
         self.layers = install_fused_layers(target_worker.model_runner.model, self.ops)
         self.updates = TargetUpdates(target_worker, bundle.draft_model_runner)
 
@@ -118,7 +119,11 @@ class DFlashWorker(compat.BaseSpecWorker):
             "verify_attention": self.verify_kernel,
             "layers": self.layers,
             "kernels": self.describe_kernels(),
-            "width": {**self.width.policy.snapshot(), "fixed_because": self.one_width},
+            "width": {
+                **self.width.policy.snapshot(),
+                "shares_rows": self.runtime.shares_rows,
+                "fixed_because": self.one_width,
+            },
             "alarm_below": self.book.alarm.threshold,
             **self.config.summary(),
         }
@@ -197,6 +202,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             self.runtime.draft_runner,
             max_requests=self.max_requests,
             max_with_head=self.max_requests if self.one_width else HEAD_IN_GRAPH,
+            with_confidence=self.config.shares_rows and self.one_width is None,
             randomness=self.runtime.buffers.randomness,
         )
         super().init_cuda_graphs()
@@ -208,19 +214,31 @@ class DFlashWorker(compat.BaseSpecWorker):
         costs: GraphCosts | LearntCosts = LearntCosts(size)
         target = self.model_runner.decode_cuda_graph_runner
         draft = self.runtime.draft_runner.decode_cuda_graph_runner
-        if isinstance(target, VerifyGraphRunner):
+        has_graphs = isinstance(target, VerifyGraphRunner)
+        # without graphs, SGLang's Triton backend lays out uniform blocks
+        may_share = has_graphs or self.ops.verify_attention is None
+        if may_share and self.config.shares_rows and self.one_width is None:
+            self.runtime.share_rows()
+        if has_graphs:
             self.runtime.use_graphs(target)
             if draft is not None:
                 # a fixed width needs them, too: it must not leave the graphs
                 costs = time_step(self.runtime, target, draft)
-        self.width = WidthChoice(self._width_policy(costs))
+            if self.runtime.shares_rows:
+                compile_sharing(
+                    self.ops,
+                    self.runtime.buffers,
+                    max_requests=self.max_requests,
+                    block_size=size,
+                )
+        self.width = self._width_choice(costs)
         self.book.clock.tell(self.width.has_time)
 
-    def _width_policy(self, costs: GraphCosts | LearntCosts) -> WidthPolicy:
+    def _width_choice(self, costs: GraphCosts | LearntCosts) -> WidthChoice:
         fixed = self.config.width
         if fixed is None and self.one_width is not None:
             fixed = self.config.block_size
-        return WidthPolicy(self.config.block_size, costs, fixed=fixed)
+        return WidthChoice(WidthPolicy(self.config.block_size, costs, fixed=fixed), self.device)
 
     def on_verify_complete_cpu(
         self, num_correct_drafts_per_req: list[int], batch_size: int = 0
@@ -289,17 +307,21 @@ class DFlashWorker(compat.BaseSpecWorker):
             lens=batch.seq_lens,
             request_rows=batch.req_pool_indices,
         )
-        width = self.width.start(host.request_ids(), host.context_bound)
+        width, share = self.width.start(
+            host.request_ids(), host.context_bound, may_share=host.may_share_rows
+        )
         commit = decode_step(
             host,
             self.ops,
             context,
             width=width,
+            share=share,
             buffers=self.runtime.buffers,
             policy=self.policy,
             config=self.config,
             simulation=self.simulation,
         )
+        self.width.committed(commit)
         return compat.GenerationBatchResult(
             logits_output=host.target_result.logits_output,
             next_token_ids=commit.token_ids.flatten(),
