@@ -151,7 +151,7 @@ def test_peak_probabilities(rows: int, width: int, dtype: torch.dtype) -> None:
         found, expected = (ops.peak_probabilities(logits, cap) for ops in (TRITON, TORCH))
         # sums of up to 9000 terms, in another order
         torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-5)
-        assert found[0] == pytest.approx(1 / width) and (rows == 1 or found[-1] == 0)
+        assert found[0].item() == pytest.approx(1 / width) and (rows == 1 or found[-1] == 0)
 
 
 def make_noise(*scales: float, rows: int = 16) -> Noise:
