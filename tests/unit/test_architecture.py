@@ -26,8 +26,8 @@ PROGRAMS = sorted(
 # one folder per op family, with the torch twins in reference.py next to the Triton kernels;
 # logits is shared by several families
 OP_FAMILIES = {
-    f"kernels/{name}"
-    for name in "accept attention block context gemma_layer logits rows sampling".split()
+    *("kernels/accept", "kernels/attention", "kernels/block", "kernels/context"),
+    *("kernels/gemma_layer", "kernels/logits", "kernels/rows", "kernels/sampling"),
 }
 # what each part may import from the package; parts not listed may import anything
 ALLOWED = {
