@@ -7,9 +7,9 @@ Random weights at real shapes. Acceptance is simulated: each request draws its n
 drafts in each step from the survival profile that its request id names, so one server serves all
 profiles. `accept4.2` is geometric with a mean of 4.2 tokens per step, `accept1` is always wrong,
 `accept2+accept8` gives half of the requests each, and `recorded` was recorded with the SmolLM2
-pair. Plain decoding needs no profile. Systems: `plain`, `ours` (automatic width) and `ours-N`
-(N rows per request, fixed). `--in-tree 4.2 8` adds SGLang's DFLASH, which simulates one length per
-server, the same for all requests.
+pair. Plain decoding needs no profile. Systems: `plain`, `ours` (automatic width), `ours-uniform`
+(automatic, the same for all requests of a step) and `ours-N` (N rows per request).
+`--in-tree 4.2 8` adds SGLang's DFLASH, which simulates one length per server, the same for all requests.
 
 A point is measured in rounds: all of its requests start together, and the steps in which they go
 from --from-tokens to --to-tokens generated tokens are timed, on average over the requests
@@ -48,6 +48,7 @@ SHAPES = ROOT / "benchmarks" / "shapes"
 REQUESTS = (1, 4, 8, 16, 32, 64, 128, 256)
 PROFILES = ("accept2", "accept4.2", "accept6", "accept8", "accept2+accept8", "accept1", "recorded")
 SYSTEMS = ("plain", "ours-16", "ours")
+AUTOMATIC = ("ours", "ours-uniform")
 BLOCK_SIZE = 16
 FIXED_MOST = 128  # requests: graphs of whole blocks take the memory of 16 rows each
 START_S = 80.0  # estimates: to start a server, and around the windows of a point
@@ -65,7 +66,7 @@ class Start(NamedTuple):
     @property
     def is_fixed(self) -> bool:
         """Whether each step verifies the same number of rows per request."""
-        return self.system not in ("plain", "ours")
+        return self.system not in ("plain", *AUTOMATIC)
 
     def points(self, sizes: list[int]) -> list[tuple[str | None, int]]:
         """Return the profiles and numbers of requests to measure."""
@@ -80,10 +81,10 @@ class Start(NamedTuple):
 
 def system_name(word: str) -> str:
     found = re.fullmatch(r"ours-(\d+)", word)
-    if word in ("plain", "ours") or (found and 1 <= int(found[1]) <= BLOCK_SIZE):
+    if word in ("plain", *AUTOMATIC) or (found and 1 <= int(found[1]) <= BLOCK_SIZE):
         return word
     raise argparse.ArgumentTypeError(
-        f"{word!r} is not plain, ours or ours-N with a width N from 1 to {BLOCK_SIZE}; SGLang's "
+        f"{word!r} is not plain, ours, ours-uniform or ours-N, N from 1 to {BLOCK_SIZE}; SGLang's "
         "DFLASH is measured with --in-tree LENGTH"
     )
 
@@ -128,9 +129,9 @@ def server_command(start: Start, running: int, options: argparse.Namespace) -> l
     command = systems.server_command(systems.kind_of(start.system), options, BLOCK_SIZE)
     command += [*load_windows.LOG_ARGS, "--max-running-requests", str(running)]
     # the automatic width has graphs by rows, and its own limit
-    if torch.cuda.is_available() and start.system != "ours":
+    if torch.cuda.is_available() and start.system not in AUTOMATIC:
         command += ["--cuda-graph-max-bs", str(running)]
-    own = shlex.split(options.ours_args) if start.system == "ours" else []
+    own = shlex.split(options.ours_args) if start.system in AUTOMATIC else []
     return [*command, *options.server_args, *own]
 
 

@@ -254,6 +254,8 @@ def test_one_server_per_system_measures_what_it_can() -> None:
     assert in_tree.points(sizes) == [("accept4.2", 1), ("accept4.2", 128)]
     assert options.server_args == ["--mem-fraction-static", "0.88"]
     assert load.server_command(auto, 256, options)[-2:] == options.server_args
+    uniform = load.Start("ours-uniform", ("accept2",))
+    assert not uniform.is_fixed and load.switches(uniform)["SGLANG_DFLASH_WIDTH"] == "uniform"
     widths = [load.switches(start).get("SGLANG_DFLASH_WIDTH") for start in (plain, fixed, auto)]
     assert widths == [None, "16", "auto"]
     assert load.switches(in_tree)["SGLANG_SIMULATE_ACC_LEN"] == "4.2"
