@@ -9,7 +9,8 @@ profiles. `accept4.2` is geometric with a mean of 4.2 tokens per step, `accept1`
 `accept2+accept8` gives half of the requests each, and `recorded` was recorded with the SmolLM2
 pair. Plain decoding needs no profile. Systems: `plain`, `ours` (automatic width), `ours-uniform`
 (automatic, the same for all requests of a step) and `ours-N` (N rows per request).
-`--in-tree 4.2 8` adds SGLang's DFLASH, which simulates one length per server, the same for all requests.
+`--in-tree 4.2 8` adds SGLang's DFLASH, which simulates one length per server, the same for all
+requests.
 
 A point is measured in rounds: all of its requests start together, and the steps in which they go
 from --from-tokens to --to-tokens generated tokens are timed, on average over the requests

@@ -43,6 +43,8 @@ def cases(requests: int, ops: Ops, sizes: Sizes, dtype: torch.dtype, device: str
     yield maker.argmax_rows(ops, maker.noise())
     yield maker.argmax_and_sample(ops, maker.noise(scale=0.0), "argmax drafts")
     yield maker.argmax_and_sample(ops, maker.noise(), "argmax and sampled drafts")
+    yield maker.peak_probabilities(ops)
+    yield maker.share_rows(ops)
     yield maker.sample_rows(ops, theirs)
     yield maker.reject_by_block(ops)
     yield maker.accept(ops, theirs)
@@ -241,6 +243,22 @@ class Maker(Inputs):
             lambda turn: TORCH.argmax_and_sample(logits, cap, noise),
             None,
         )
+
+    def peak_probabilities(self, ops: Ops) -> Case:
+        logits, cap = self.normal(self.rows, self.sizes.vocabulary), self.sizes.logit_cap
+        return Case(
+            "confidence",
+            logits.nbytes,
+            lambda turn: ops.peak_probabilities(logits, cap),
+            lambda turn: TORCH.peak_probabilities(logits, cap),
+            None,
+        )
+
+    def share_rows(self, ops: Ops) -> Case:
+        sure = torch.rand(self.requests, self.sizes.block_size - 1, device=self.device)
+        given = (sure, torch.zeros_like(sure[0]), torch.ones_like(sure[0]), self.rows // 2)
+        ours, twin = (lambda turn, which=each: which.share_rows(*given) for each in (ops, TORCH))
+        return Case("sharing of rows", sure.nbytes, ours, twin, None)
 
     def sample_rows(self, ops: Ops, theirs: SGLang | None) -> Case:
         """SGLang upcasts to fp32, softcaps, scales and normalises before it filters and samples."""
