@@ -220,9 +220,14 @@ def check_alone(
 
 
 @runs_kernel
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("requests", "width", "vocabulary"), [(1, 2, 5), (2, 16, 60), (7, 4, 4100), (33, 3, 300)]
+    ("requests", "width", "vocabulary", "dtype"),
+    [
+        (1, 2, 5, torch.float32),
+        (2, 16, 60, torch.bfloat16),
+        (7, 4, 4100, torch.float32),
+        (33, 3, 300, torch.bfloat16),
+    ],
 )
 def test_reject_by_block(requests: int, width: int, vocabulary: int, dtype: torch.dtype) -> None:
     """Sampled and argmax drafts, with little, no and much noise; NaN rows, also among drafts that
