@@ -78,6 +78,9 @@ CASES = {
     "few rows beside full blocks": Case(
         lens=(300, 9, 200, 150), widths=(16, 2, 8, 9), rows=16, padding=5
     ),
+    "few rows beside full blocks in a large batch": Case(
+        lens=(3, 40, 0, 9) * 13, widths=(2, 16, 1, 9) * 13, rows=16, heads=2, kv_heads=1
+    ),
     "widths, group 8, window": Case(
         heads=16, kv_heads=2, rows=16, lens=(70, 3, 200), widths=(5, 16, 1), window=48, padding=10
     ),
@@ -135,7 +138,7 @@ def make_problem(case: Case, seed: int = 0) -> Problem:
     return Problem({name: x.to(DEVICE) for name, x in tensors.items()}, options)
 
 
-def build(case: Case, max_requests: int = 32, num_sms: int = NUM_SMS) -> VerifyAttention:
+def build(case: Case, max_requests: int = 64, num_sms: int = NUM_SMS) -> VerifyAttention:
     """Build the kernel with scratch full of NaN, to expose reads of unwritten partial results."""
     shape = LayerShape(case.heads, case.kv_heads, case.d, case.dv)
     tiles = narrow_tiles = None
@@ -188,6 +191,30 @@ def test_however_the_prefixes_are_cut_the_result_is_the_same() -> None:
     case = Case(lens=(1300, 0, 30), window=1250, heads=2, kv_heads=1, rows=2)
     for num_sms in (1, 2, 5, 64):
         assert_matches_twin(build(case, num_sms=num_sms), make_problem(case))
+
+
+@runs_kernel
+@pytest.mark.parametrize(
+    ("widths", "few"),
+    [
+        ((1, 8, 8, 2), (True, True, True, True)),
+        ((1, 9, 8, 2), (False, False, False, False)),
+        ((1, 9, 8, 2) * 12, (True, False, True, True) * 12),
+        ((1, 9, 8, 0) * 12, (False, False, False, None) * 12),
+    ],
+    ids=["all few", "a small mix", "a large mix", "a small mix in a large graph"],
+)
+def test_requests_of_few_rows_have_a_launch_of_their_own_where_it_pays(
+    widths: tuple[int, ...], few: tuple[bool | None, ...]
+) -> None:
+    """Which launch served a request shows in the plan, by the rows that the launch is made for."""
+    case = Case(
+        lens=(20,) * len(widths), widths=widths, rows=16, heads=4, kv_heads=2, d=256, dv=256
+    )
+    attention = build(replace(case, dtype=torch.bfloat16))
+    assert_matches_twin(attention, make_problem(replace(case, dtype=torch.bfloat16)))
+    expected = [-1 if is_few is None else 8 if is_few else 16 for is_few in few]
+    assert attention.plan[: len(widths), 2].tolist() == expected
 
 
 @runs_kernel

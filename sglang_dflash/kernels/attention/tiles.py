@@ -45,7 +45,9 @@ TILES = {
     ),
 }
 # for requests of few rows, at most `block_m` packed ones, where it pays: more CTAs per SM hide each
-# other's latency
+# other's latency. They have a launch of their own if all requests are of that kind, or from this
+# many requests on: two launches of a few programs each take longer than one
+SPLIT_REQUESTS = 48
 NARROW_TILES = {
     256: Tile(block_m=16, block_n=32, num_warps=4, num_stages=3, ctas_per_sm=4, min_run=64),
     512: Tile(block_m=16, block_n=32, num_warps=4, num_stages=2, ctas_per_sm=3, min_run=32),

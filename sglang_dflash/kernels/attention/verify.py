@@ -6,15 +6,9 @@ all rows of the block (`group * B` packed rows, in tiles of `block_m`, the value
 attends causally over the block's own keys. As in flash decoding, requests split into several runs
 write partial results with their log-sum-exp, which a second kernel merges.
 
-Work split. Lengths and verify widths live on the device, so the grid cannot depend on them. The
-prefixes of the batch are split into runs of equal length, at least `min_run` keys and long enough
-that about `ctas_per_sm` programs per SM cover the batch, whatever its mix of lengths. Each program
-finds its request and keys from `kv_indptr`. With runs of at least `total / goal` keys, n requests
-have at most n + goal - 1 runs. Only the runs of split requests need scratch, at most 2 * goal of
-them. The grid has a program for every run of full blocks with as many rows; a batch of more,
-narrower requests has more runs than that, which `goal` programs, one wave, then take in turn. In
-graphs of several blocks, requests of few rows have a launch of their own; the other one then finds
-nothing to do.
+Work split. See `runs.py`. With programmatic dependent launch the two launches overlap: the second
+starts once every program of the first has waited for the kernels before it. So it need not wait for
+them, but must wait for the first launch before it ends.
 
 Layout contract. n requests, each of 0 to B consecutive rows of the R rows, as `row_indptr` [n + 1]
 says; rows after the last request's are padding, for which zeros are written. The query heads of a
@@ -40,6 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang_dflash.kernels import pdl
 from sglang_dflash.kernels.attention.merge import merge_runs
+from sglang_dflash.kernels.attention.runs import count_runs
 from sglang_dflash.kernels.attention.tiles import (
     NARROW_TILES,
     TILE_FP32,
@@ -54,36 +49,6 @@ from sglang_dflash.kernels.attention.tiles import (
 from sglang_dflash.kernels.extents import padded
 
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-# fmt: off
-@triton.jit
-def _count_runs(
-    row_indptr, kv_indptr, num_requests, goal, min_run, min_rows,
-    ROWS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REQUESTS: tl.constexpr,
-):
-    # fmt: on
-    """Return the number of runs of each request [BLOCK_REQUESTS], and the number of keys per run.
-
-    A request of fewer than `min_rows` or more than ROWS rows has no run.
-    """
-    ids = tl.arange(0, BLOCK_REQUESTS)
-    live = ids < num_requests
-    keys = _lengths(kv_indptr, ids, live)
-    if WINDOW >= 0:
-        keys = tl.minimum(keys, WINDOW)
-    rows = _lengths(row_indptr, ids, live)
-    is_ours = (rows >= min_rows) & (rows <= ROWS)
-    keys = tl.where(is_ours, keys, 0)
-    size = tl.maximum(tl.cdiv(tl.sum(keys, 0), goal), min_run)
-    size = tl.cdiv(size, BLOCK_N) * BLOCK_N
-    return tl.where(is_ours, tl.maximum(tl.cdiv(keys, size), 1), 0), size
-
-
-@triton.jit
-def _lengths(indptr, ids, live):
-    first = tl.load(indptr + ids, mask=live, other=0)
-    return (tl.load(indptr + ids + 1, mask=live, other=0) - first).to(tl.int32)
 
 
 @triton.jit
@@ -117,7 +82,7 @@ def _fold(acc, peak, total, scores, values):
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["num_requests", "goal", "min_run", "min_rows", "first_entry"])
+@triton.jit(do_not_specialize=["num_requests", "goal", "min_run", "few_rows", "first_entry"])
 def _attend_runs(
     query, block_keys, block_values, out, key_cache, value_cache,
     row_indptr, kv_indptr, kv_indices,
@@ -125,29 +90,30 @@ def _attend_runs(
     partial_lse,  # [entries] fp32, base 2
     plan,  # [n, 3] int32: first entry of each request, its number of runs, and ROWS
     slots_out,  # [R] int64
-    scale, key_scale, value_scale, num_requests, goal, min_run, min_rows, first_entry,
+    scale, key_scale, value_scale, num_requests, goal, min_run, few_rows, first_entry,
     query_stride, out_stride, key_stride, value_stride, block_key_stride, block_value_stride,
     WRITES: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, LOGIT_CAP: tl.constexpr,
     TILES_M: tl.constexpr, DV_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_REQUESTS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_REQUESTS: tl.constexpr, IS_NARROW: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
     # ordered for reuse: parts and tiles of the same keys first, then heads of the same slots
     part = tl.program_id(0) % DV_PARTS
     tile = tl.program_id(0) // DV_PARTS % TILES_M
     head = (tl.program_id(0) // (DV_PARTS * TILES_M)).to(tl.int64)
-    runs, size = _count_runs(
-        row_indptr, kv_indptr, num_requests, goal, min_run, min_rows,
-        ROWS, WINDOW, BLOCK_N, BLOCK_REQUESTS,
+    runs, size = count_runs(
+        row_indptr, kv_indptr, num_requests, goal, min_run, few_rows,
+        IS_NARROW, WINDOW, BLOCK_N, BLOCK_REQUESTS,
     )
     ids = tl.arange(0, BLOCK_REQUESTS)
     ends = tl.cumsum(runs, 0)
     if PDL:
-        # nothing read so far was written by this layer's kernels
-        gdc_wait()
+        if not IS_NARROW:
+            # nothing read so far was written by this layer's kernels
+            gdc_wait()
         gdc_launch_dependents()
     # more runs than programs: one wave of programs takes them all, so that none waits for an SM
     num_runs = tl.sum(runs, 0)
@@ -235,6 +201,8 @@ def _attend_runs(
                 partial_at = entry + (index * KV_HEADS + head) * (GROUP * ROWS) + packed
                 tl.store(partial_out + partial_at[:, None] * DV + dv, acc, mask=store_live)
                 tl.store(partial_lse + partial_at, peak + tl.log2(total), mask=packed_live)
+    if PDL and IS_NARROW:
+        gdc_wait()
 
 
 class Launch(NamedTuple):
@@ -345,11 +313,13 @@ class VerifyAttention:
             self._launch(wide, blocks + wide.goal - 1, shape, tensors, slots, scales, options)
         else:
             programs = blocks + wide.goal - 1
-            least = narrow.rows + 1
-            self._launch(wide, programs, shape, tensors, slots, scales, options, least=least)
+            few = narrow.rows
+            self._launch(wide, programs, shape, tensors, slots, scales, options, few_rows=few)
             self._launch(
                 *(narrow, narrow.goal, shape, tensors, slots, scales, options),
+                few_rows=few,
                 first_entry=wide.entries,
+                is_narrow=True,
             )
         merge_runs(
             *(self.partial_out, self.partial_lse, self.plan),
@@ -368,8 +338,9 @@ class VerifyAttention:
         scales: tuple[float, float, float],
         options: dict[str, Any],
         *,
-        least: int = 1,
+        few_rows: int = 0,
         first_entry: int = 0,
+        is_narrow: bool = False,
     ) -> None:
         query, block_keys, block_values, out, key_cache, value_cache, _, kv_indptr, _ = tensors
         n = kv_indptr.shape[0] - 1
@@ -377,7 +348,7 @@ class VerifyAttention:
         tiles_m, parts = count_row_tiles(shape, tile, launch.rows), count_value_parts(shape, tile)
         _attend_runs[(shape.num_kv_heads * tiles_m * parts, programs)](
             *(*tensors, self.partial_out, self.partial_lse, self.plan),
-            *(slots, *scales, n, launch.goal, tile.min_run, least, first_entry),
+            *(slots, *scales, n, launch.goal, tile.min_run, few_rows, first_entry),
             *(x.stride(0) for x in (query, out, key_cache, value_cache, block_keys, block_values)),
             **options,
             WRITES=slots is not None,
@@ -394,6 +365,7 @@ class VerifyAttention:
             BLOCK_D=padded(shape.head_dim),
             BLOCK_DV=padded(shape.v_head_dim) // parts,
             BLOCK_REQUESTS=padded(n),
+            IS_NARROW=is_narrow,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             **pdl.launch_options(out.device.type),
