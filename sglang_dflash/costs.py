@@ -122,6 +122,13 @@ class GraphCosts:
     def snapshot(self) -> dict[str, object]:
         corrections = self._corrections(np.arange(len(self._verify)))
         return {
+            "verify_ms": {str(rows): round(ms, 3) for rows, ms in self._verify},
+            "draft_ms": {str(requests): round(ms, 3) for requests, ms in self._draft},
+            "head_ms": {
+                f"{drafts:g}": round(ms, 3)
+                for drafts, ms in zip(self._head_drafts, self._head_ms, strict=True)
+                if ms
+            },
             "ms_per_context_token": float(f"{self.ms_per_token:.3g}"),
             "corrections": {
                 str(rows): round(float(correction), 3)

@@ -31,17 +31,21 @@ class AcceptanceMeter:
     histogram: list[int] = field(init=False)  # [k]: steps that committed k + 1 tokens
     accepted_at: list[int] = field(init=False)  # [k]: steps in which draft k + 1 was accepted
     at_width: list[int] = field(init=False)  # [k]: steps that verified k + 1 rows
+    expected_tokens: float = field(default=0.0, init=False)  # committed, had all gone as expected
 
     def __post_init__(self) -> None:
         self.histogram = [0] * self.block_size
         self.accepted_at = [0] * (self.block_size - 1)
         self.at_width = [0] * self.block_size
 
-    def record(self, num_correct: int, committed: int, width: int | None = None) -> None:
-        """Count one step of one request: correct drafts, tokens committed up to a stop, and the
-        verify width, a full block if not given."""
+    def record(
+        self, num_correct: int, committed: int, width: int | None = None, expected: float = 0.0
+    ) -> None:
+        """Count one step of one request: correct drafts, tokens committed up to a stop, the verify
+        width, a full block if not given, and the tokens expected when it was chosen."""
         self.histogram[committed - 1] += 1
         self.at_width[(width or self.block_size) - 1] += 1
+        self.expected_tokens += expected
         for position in range(min(num_correct, committed)):
             self.accepted_at[position] += 1
 
@@ -51,6 +55,7 @@ class AcceptanceMeter:
         for name in COUNTS:
             pairs = zip(getattr(self, name), getattr(earlier, name), strict=True)
             setattr(found, name, [now - then for now, then in pairs])
+        found.expected_tokens = self.expected_tokens - earlier.expected_tokens
         return found
 
     def add(self, snapshot: Mapping[str, Any]) -> None:
@@ -58,6 +63,7 @@ class AcceptanceMeter:
         for name in COUNTS:
             pairs = zip(getattr(self, name), snapshot[name], strict=True)
             setattr(self, name, [own + other for own, other in pairs])
+        self.expected_tokens += snapshot["expected_tokens"]
 
     def copy(self) -> AcceptanceMeter:
         return self.since(AcceptanceMeter(self.block_size))
@@ -106,6 +112,7 @@ class AcceptanceMeter:
             "drafted_tokens": self.drafted_tokens,
             "accepted_tokens": self.accepted_drafts,
             "committed_tokens": self.committed_tokens,
+            "expected_tokens": round(self.expected_tokens, 2),
             "accept_length": round(self.accept_length, 4),
             "verified_rows": self.verified_rows,
             "histogram": list(self.histogram),
@@ -120,9 +127,10 @@ class AcceptanceMeter:
         shares = [
             f"{k}:{count / steps:.0%}" for k, count in enumerate(self.histogram, start=1) if count
         ]
+        expected = self.expected_tokens / steps if steps else 0.0
         return (
-            f"accept length {self.accept_length:.2f} of width {self.mean_width:.1f} over {steps} "
-            f"steps, {' '.join(shares)}"
+            f"accept length {self.accept_length:.2f} (expected {expected:.2f}) of width "
+            f"{self.mean_width:.1f} over {steps} steps, {' '.join(shares)}"
         )
 
 

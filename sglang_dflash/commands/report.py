@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import textwrap
 import time
@@ -66,9 +67,11 @@ def look_at(url: str) -> Look:
 
 
 def _complete(acceptance: dict[str, Any]) -> None:
-    """Add the widths of a server from before they were counted, which verified full blocks."""
+    """Add what a server of an earlier version does not count: it verified full blocks, and expected
+    nothing."""
     others = [0] * (len(acceptance["histogram"]) - 1)
     acceptance.setdefault("at_width", [*others, acceptance["verify_steps"]])
+    acceptance.setdefault("expected_tokens", 0.0)
 
 
 def _lines(replicas: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -107,23 +110,28 @@ def _width_lines(ours: Mapping[str, Any]) -> list[str]:
             f"per request, {shared['expected_tokens']:.2f} tokens expected and "
             f"{shared['tokens']:.2f} committed"
         )
-    costs = textwrap.wrap(f"costs: {_costs(width['costs'])}", LINE_LENGTH - 8)
-    return [*lines, *(f"  {line}" for line in costs)]
+    wrapped = (textwrap.wrap(line, LINE_LENGTH - 8) for line in _costs(width["costs"]))
+    return [*lines, *(f"  {line}" for line in itertools.chain(*wrapped))]
 
 
-def _costs(costs: Mapping[str, Any]) -> str:
+def _costs(costs: Mapping[str, Any]) -> list[str]:
     if "corrections" not in costs:
         if not costs["is_ready"]:
-            return "not learnt yet"
+            return ["costs: not learnt yet"]
         learnt = {name: value for name, value in costs.items() if name != "is_ready"}
-        return ", ".join(f"{name} {value:g}" for name, value in learnt.items())
-    corrections = ", ".join(
-        f"{rows}: {factor:.2f}" for rows, factor in costs["corrections"].items()
-    )
-    return (
-        f"{costs['ms_per_context_token']:g} ms per context token; corrections of timed graphs by "
-        f"rows: {corrections or 'none yet'}"
-    )
+        return [f"costs: {', '.join(f'{name} {value:g}' for name, value in learnt.items())}"]
+    tables = {
+        "verify pass, ms by rows": costs.get("verify_ms"),
+        "draft pass, ms by requests": costs.get("draft_ms"),
+        "draft head, ms by drafts": costs.get("head_ms"),
+        "corrected while serving, by rows": costs["corrections"],
+    }
+    lines = [
+        f"{name}: {', '.join(f'{size}: {value:g}' for size, value in table.items())}"
+        for name, table in tables.items()
+        if table
+    ]
+    return [*lines, f"context, ms per token: {costs['ms_per_context_token']:g}"]
 
 
 def chart(looks: list[Look]) -> str:

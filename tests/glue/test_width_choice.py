@@ -23,6 +23,9 @@ class Notes:
     def choose(self, requests: int, context: int, *, may_share: bool) -> Choice:
         return self.choices.pop(0)
 
+    def expected_tokens(self, choice: Choice, requests: int) -> float:
+        return choice.width + 0.5
+
     def record(self, *told: Any) -> None:
         self.told.append(("result", *told))
 
@@ -47,12 +50,12 @@ def test_late_results_and_times_belong_to_the_oldest_step() -> None:
     choice, told = width_choice(16, 1, 4)
     assert choice.start(["a", "b"], 100) == (16, None)
     assert choice.start(["a", "b"], 120) == (1, None)
-    assert choice.has_result([3, 15]) == 16
+    assert choice.has_result([3, 15]) == (16, 16.5)
     assert choice.start(["b"], 70) == (4, None)
-    assert choice.has_result([0, 0]) == 1
+    assert choice.has_result([0, 0]) == (1, 1.5)
     choice.has_time(0.020)
     choice.has_time(0.005)
-    assert choice.has_result([2]) == 4
+    assert choice.has_result([2]) == (4, 4.5)
     choice.has_time(0.010)
     assert told == [
         ("result", 16, [3, 15]),
@@ -74,8 +77,8 @@ def test_a_shared_step_is_learnt_from_with_the_rows_that_each_request_had() -> N
     choice.committed(commit(bounds=torch.tensor([0, 2, 5]), confidence=confidence))
     choice.start(["a", "b"], 100)
     choice.committed(commit())
-    assert choice.has_result([1, 0]) == {"a": 2, "b": 3}
-    assert choice.has_result([1, 1]) == 2
+    assert choice.has_result([1, 0]) == ({"a": 2, "b": 3}, 3.5)
+    assert choice.has_result([1, 1]) == (2, 2.5)
     assert told == [("shared", [2, 3], confidence.tolist(), [1, 0]), ("result", 2, [1, 1])]
 
 

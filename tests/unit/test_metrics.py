@@ -11,12 +11,13 @@ from sglang_dflash.metrics import AcceptanceAlarm, AcceptanceMeter, replicas_of,
 def test_meter_counts_steps_by_tokens_committed() -> None:
     meter = AcceptanceMeter(block_size=4)
     for num_correct in (0, 3, 1):
-        meter.record(num_correct, num_correct + 1)
+        meter.record(num_correct, num_correct + 1, expected=2.25)
     assert meter.snapshot() == {
         "verify_steps": 3,
         "drafted_tokens": 9,
         "accepted_tokens": 4,
         "committed_tokens": 7,
+        "expected_tokens": 6.75,
         "accept_length": round(7 / 3, 4),
         "verified_rows": 12,
         "histogram": [1, 1, 0, 1],
@@ -43,16 +44,15 @@ def test_meter_is_zero_before_the_first_step() -> None:
 
 def test_meter_tells_what_came_since() -> None:
     meter = AcceptanceMeter(block_size=4)
-    meter.record(2, 3)
+    meter.record(2, 3, expected=1.5)
     earlier = meter.copy()
-    meter.record(0, 1)
-    meter.record(3, 4)
+    meter.record(0, 1, expected=2)
+    meter.record(3, 4, expected=3)
     assert earlier.histogram == [0, 0, 1, 0]
     assert meter.since(earlier).histogram == [1, 0, 0, 1]
     assert meter.since(earlier).accepted_at == [1, 1, 1]
-    assert (
-        "accept length 2.50 of width 4.0 over 2 steps, 1:50% 4:50%" in meter.since(earlier).line()
-    )
+    expected = "accept length 2.50 (expected 2.50) of width 4.0 over 2 steps, 1:50% 4:50%"
+    assert expected in meter.since(earlier).line()
 
 
 def replica(dp_rank: int, steps: list[tuple[int, int]]) -> dict[str, Any]:

@@ -80,14 +80,17 @@ def test_the_width_is_shown_with_its_steps_and_costs(
     policy.record(1, [0])
     replicas[0]["width"] = width(policy)
     assert main(["report", "--url", f"localhost:{port}", "--looks", "1"]) == 0
-    first, shown, steps, costs, *_ = capsys.readouterr().out.splitlines()
+    first, shown, steps, *costs = capsys.readouterr().out.splitlines()
     assert first.startswith("accept length 3.00 over 10 verify steps")
     expected = policy.snapshot()["expected_tokens"]
     assert shown == f"verify width auto: 3 now, {expected:.2f} tokens expected per step"
     assert steps == "  4 batch steps by width: 1:25% 3:75%"
-    assert costs.startswith(
-        "  costs: 0 ms per context token; corrections of timed graphs by rows: 3: 1."
-    )
+    assert costs[:2] == [
+        "  verify pass, ms by rows: 3: 10, 6: 12",
+        "  draft pass, ms by requests: 1: 1, 2: 1",
+    ]
+    assert costs[2].startswith("  corrected while serving, by rows: 3: 1.")
+    assert costs[3] == "  context, ms per token: 0"
 
 
 def test_steps_of_shared_rows_are_shown_with_what_came_of_them(
@@ -96,7 +99,7 @@ def test_steps_of_shared_rows_are_shown_with_what_came_of_them(
     policy = WidthPolicy(3, GraphCosts(3, {3: 10.0, 6: 12.0}, {1: 1.0, 2: 1.0}))
     policy.record_shared([3, 1], [[0.9, 0.8], [0.5, 0.5]], [1, 0])
     replicas[0]["width"] = width(policy)
-    _, shared, _ = look_at(f"localhost:{port}").details
+    _, shared, *_ = look_at(f"localhost:{port}").details
     assert shared.startswith("  1 batch steps of shared rows: lately 2.0 per request, ")
     assert shared.endswith(" tokens expected and 1.50 committed")
 
@@ -105,10 +108,10 @@ def test_a_fixed_width_is_shown_with_its_reason(port: int, replicas: list[dict[s
     policy = WidthPolicy(3, GraphCosts(3, {3: 10.0}, {1: 1.0}), fixed=2)
     policy.choose(1, 0)
     replicas[0]["width"] = width(policy, "SGLANG_DFLASH_WIDTH=2")
-    shown, reason, costs = look_at(f"localhost:{port}").details
+    shown, reason, *costs = look_at(f"localhost:{port}").details
     assert shown.startswith("verify width fixed at 2: 2 now, ")
     assert reason == "  fixed because: SGLANG_DFLASH_WIDTH=2"
-    assert costs.endswith("by rows: none yet")
+    assert not any("corrected" in line for line in costs)
 
 
 def test_learnt_costs_are_named(port: int, replicas: list[dict[str, Any]]) -> None:
@@ -128,7 +131,7 @@ def test_many_corrections_are_wrapped(port: int, replicas: list[dict[str, Any]])
         costs.record(requests, 16, 0, 12.0 + requests)
     replicas[0]["width"] = width(WidthPolicy(16, costs))
     details = look_at(f"localhost:{port}").details
-    assert "768: 1." in details[-1]
+    assert "768: 1." in details[-2]
     assert all(len(line) <= 100 for line in details)
 
 
@@ -148,7 +151,7 @@ def test_a_server_from_before_the_width_is_reported_without_it(
     port: int, replicas: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its acceptance has no widths either; every step verified a full block."""
-    newer = ("at_width", "verified_rows")
+    newer = ("at_width", "verified_rows", "expected_tokens")
     older = {name: value for name, value in METER.snapshot().items() if name not in newer}
     replicas[0]["acceptance"] = older
     assert main(["report", "--url", f"localhost:{port}", "--looks", "1"]) == 0

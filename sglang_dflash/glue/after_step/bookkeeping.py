@@ -25,6 +25,8 @@ class Bookkeeping:
         self.alarm = alarm
         # verify width of the step whose result is being processed, by request id if they differ
         self._width: int | Mapping[str, int] = block_size
+        # and the tokens that each of its requests was expected to commit
+        self._expected = 0.0
         self._export: PrometheusExporter | None = None
         self._speaks = True
         self._flushed = time.monotonic()
@@ -41,9 +43,10 @@ class Bookkeeping:
         if reporter.current_scheduler_metrics_enabled and collector is not None:
             self._export = PrometheusExporter(dict(collector.labels), self.meter.block_size)
 
-    def begin_result(self, width: int | Mapping[str, int]) -> None:
-        """Note the verify width of the step whose result is processed next."""
-        self._width = width
+    def begin_result(self, width: int | Mapping[str, int], expected: float) -> None:
+        """Note the verify width of the step whose result is processed next, and the tokens that a
+        request was expected to commit."""
+        self._width, self._expected = width, expected
 
     def width_of(self, request_id: str) -> int:
         """Return the rows that a request had in the step whose result is being processed."""
@@ -53,7 +56,7 @@ class Bookkeeping:
         self, num_correct: int, committed: int, width: int, *, context: int, ended: bool
     ) -> None:
         """Count one step of one request, of the batch whose result is being processed."""
-        self.meter.record(num_correct, committed, width)
+        self.meter.record(num_correct, committed, width, self._expected)
         warning = self.alarm.record(num_correct, committed, context, width)
         if warning is not None and self._speaks:
             logger.warning(warning)

@@ -36,6 +36,9 @@ class PrometheusExporter:
             "committed_tokens": counter(
                 "committed_tokens_total", "Tokens committed by verify steps."
             ),
+            "expected_tokens": counter(
+                "expected_tokens_total", "Tokens expected when the verify widths were chosen."
+            ),
             "verified_rows": counter(
                 "verified_rows_total", "Rows verified: anchors and drafts of all requests."
             ),

@@ -25,6 +25,7 @@ class Step:
     request_ids: Sequence[str]
     choice: Choice
     context: int  # tokens in the batch's prefixes, at most
+    expected: float  # tokens that a request commits
     # if rows were shared, on their way to the host: where each request's rows begin, and the
     # drafter's confidence
     bounds: Tensor | None = None
@@ -62,7 +63,8 @@ class WidthChoice:
                 self.policy.admit(new, requests)
             self._running = running
         choice = self.policy.choose(requests, context, may_share=may_share)
-        step = Step(request_ids, choice, context)
+        expected = self.policy.expected_tokens(choice, requests)
+        step = Step(request_ids, choice, context, expected)
         self._without_result.append(step)
         self._without_time.append(step)
         return choice.width, None if choice.rows is None else self._share(choice.rows)
@@ -77,16 +79,19 @@ class WidthChoice:
                 confidence=commit.confidence.to("cpu", non_blocking=True),
             )
 
-    def has_result(self, num_correct: Sequence[int]) -> int | Mapping[str, int]:
-        """Learn each request's number of correct drafts in the oldest step without a result; return
-        that step's width, or each request's if rows were shared."""
+    def has_result(self, num_correct: Sequence[int]) -> tuple[int | Mapping[str, int], float]:
+        """Learn each request's number of correct drafts in the oldest step without a result.
+
+        Return that step's width, or each request's if rows were shared, and the tokens that a
+        request was expected to commit.
+        """
         step = self._without_result.popleft()
         if step.bounds is None or step.confidence is None:
             self.policy.record(step.choice.width, num_correct)
-            return step.choice.width
+            return step.choice.width, step.expected
         rows = np.diff(step.bounds.numpy())
         self.policy.record_shared(rows, step.confidence.numpy(), np.asarray(num_correct))
-        return dict(zip(step.request_ids, rows.tolist(), strict=True))
+        return dict(zip(step.request_ids, rows.tolist(), strict=True)), step.expected
 
     def has_time(self, seconds: float) -> None:
         """Learn the time of the oldest step without one."""

@@ -244,7 +244,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         self, num_correct_drafts_per_req: list[int], batch_size: int = 0
     ) -> None:
         """Learn from a step's result, which SGLang is about to process request by request."""
-        self.book.begin_result(self.width.has_result(num_correct_drafts_per_req))
+        self.book.begin_result(*self.width.has_result(num_correct_drafts_per_req))
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         """Leave the drafter as it is; SGLang has just updated the target."""
