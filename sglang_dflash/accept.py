@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglang_dflash.kernels import COUNT_MATCHES, MAX_TOP_K, Noise, Ops
+from sglang_dflash.kernels.packing import unpack
 from sglang_dflash.types import (
     Commit,
     DraftBlock,
@@ -164,7 +165,7 @@ def _advantage(choices: Tensor, block: DraftBlock, drafts: SampledDrafts) -> Ten
     if block.shared is None:
         own = choices[:, :num_drafts]
     else:
-        own = block.shared.by_request(choices, num_drafts)
+        own = unpack(choices, block.shared.bounds, num_drafts)
     return (drafts.sampled_drafts == own).float() - (drafts.argmax_drafts == own).float()
 
 

@@ -98,7 +98,7 @@ def share_rows(
     ops: Ops, block: DraftBlock, confidence: Tensor, share: RowShare, buffers: StepBuffers
 ) -> DraftBlock:
     """Select the drafts of the batch that are likeliest to be kept, with all before them."""
-    bounds = ops.share_rows(confidence.contiguous(), share.offsets, share.slopes, share.num_rows)
+    bounds = ops.share_rows(confidence, share.offsets, share.slopes, share.num_rows)
     shared = buffers.shared(bounds, share.num_rows)
     ops.pack_rows(
         bounds,

@@ -57,15 +57,10 @@ class SteadyAcceptance:
 
     def draw(self, request_ids: Sequence[str], width: int) -> Simulated:
         """Return the next step, of this width."""
-        num_correct = self.num_correct(len(request_ids), width, request_ids)
-        return Simulated(np.array(num_correct, dtype=np.int64), None)
-
-    def num_correct(self, requests: int, width: int, request_ids: Sequence[str]) -> list[int]:
-        """Return each request's number of correct drafts in the next step."""
         before = int(self._steps * self._accept_length)
         self._steps += 1
         num_tokens = int(self._steps * self._accept_length) - before
-        return [min(max(num_tokens, 1), width) - 1] * requests
+        return Simulated(np.full(len(request_ids), min(max(num_tokens, 1), width) - 1), None)
 
 
 class DrawnAcceptance:
@@ -97,12 +92,6 @@ class DrawnAcceptance:
         chosen = self._profile_of[rows], draws
         lengths = np.minimum(self._lengths[chosen], (width or self._block_size) - 1)
         return Simulated(lengths, self._confidences[chosen])
-
-    def num_correct(self, requests: int, width: int, request_ids: Sequence[str]) -> list[int]:
-        """Return each request's number of correct drafts in the next step; a step that calls `draw`
-        does not call this, too."""
-        assert len(request_ids) == requests, f"{len(request_ids)} ids for {requests} requests"
-        return self.draw(request_ids, width).num_correct.tolist()
 
     def _rows_of(self, request_ids: Sequence[str]) -> Ints:
         ids, rows = self._batch

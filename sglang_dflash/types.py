@@ -52,13 +52,6 @@ class SharedRows(BlockRows):
         numbers = torch.arange(self.requests.shape[0], device=self.requests.device)
         return numbers - self.bounds[self.requests]
 
-    def by_request(self, values: Tensor, width: int) -> Tensor:
-        """Return values of the rows [n] as [b, width]; a column after a request's last row has the
-        value of some other row."""
-        columns = torch.arange(width, device=values.device)
-        rows = (self.bounds[:-1, None] + columns).clamp_(max=values.shape[0] - 1)
-        return values[rows]
-
 
 @dataclass(frozen=True)
 class DraftBlock:

@@ -226,7 +226,7 @@ def test_request_ids_name_profiles_and_never_repeat() -> None:
 def test_every_default_profile_is_one_that_the_worker_draws() -> None:
     for profile in load.PROFILES:
         rids = load.rids_of(load.profile_name(profile), 4, 0)
-        assert len(DrawnAcceptance().num_correct(4, 16, rids)) == 4
+        assert len(DrawnAcceptance().draw(rids).num_correct) == 4
 
 
 @pytest.mark.parametrize("word", ["ours-0", "ours-17", "in-tree", "other"])

@@ -24,7 +24,7 @@ from sglang_dflash.simulate import (
 def drawn(ids: list[str], steps: int, width: int = 16) -> np.ndarray:
     """Return the correct drafts of the first steps, [steps, requests]."""
     source = DrawnAcceptance()
-    return np.array([source.num_correct(len(ids), width, ids) for _ in range(steps)])
+    return np.array([source.draw(ids, width).num_correct for _ in range(steps)])
 
 
 def drawn_blocks(profile: str) -> tuple[np.ndarray, np.ndarray]:
@@ -110,17 +110,14 @@ def test_a_drafter_that_is_always_wrong_does_not_know_it() -> None:
     assert (confidences > 0.9).mean() > 0.02
 
 
-def test_a_step_draws_once_whichever_way_it_asks() -> None:
+def test_a_width_only_cuts_what_a_step_draws() -> None:
     ids = ["accept8-a", "recorded-b"]
-    mixed, source = DrawnAcceptance(), DrawnAcceptance()
-    for step in range(20):
+    cut, source = DrawnAcceptance(), DrawnAcceptance()
+    for _ in range(20):
         lengths, confidences = source.draw(ids)
         assert lengths.shape == (2,) and lengths.dtype == np.int64
         assert confidences.shape == (2, 15) and confidences.dtype == np.float32
-        if step % 2:
-            assert mixed.num_correct(2, 4, ids) == lengths.clip(max=3).tolist()
-            continue
-        narrow = mixed.draw(ids, 4)
+        narrow = cut.draw(ids, 4)
         assert narrow.num_correct.tolist() == lengths.clip(max=3).tolist()
         assert (narrow.confidence == confidences).all()
 
@@ -182,8 +179,8 @@ def test_a_draw_depends_on_the_request_and_its_step_only() -> None:
     lengths = []
     for step in range(50):
         here = ["accept2-x", "accept8-a"] if step % 3 else ["accept8-a", "accept4-y", "recorded-z"]
-        lengths.append(both.num_correct(len(here), 16, here)[here.index("accept8-a")])
-    assert lengths == [alone.num_correct(1, 16, ["accept8-a"])[0] for _ in range(50)]
+        lengths.append(both.draw(here).num_correct[here.index("accept8-a")])
+    assert lengths == [alone.draw(["accept8-a"]).num_correct[0] for _ in range(50)]
 
 
 def test_two_requests_of_a_profile_draw_differently() -> None:
@@ -203,14 +200,14 @@ def test_finished_requests_are_forgotten_and_running_ones_go_on(
     source, alone = DrawnAcceptance(), DrawnAcceptance()
     for step in range(100):
         ids = [f"accept2-{step}", "accept8-a"]
-        assert source.num_correct(2, 16, ids)[1] == alone.num_correct(1, 16, ["accept8-a"])[0]
+        assert source.draw(ids).num_correct[1] == alone.draw(["accept8-a"]).num_correct[0]
     assert len(source._rows) <= 8
 
 
 @pytest.mark.parametrize("name", ["accept99", "acceptfoo", "accept", "accept0.5", "accept4.2b"])
 def test_a_bad_accept_length_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"'{name}'.*from 1 to 16.*such as accept4.2-1"):
-        DrawnAcceptance().num_correct(1, 16, [f"{name}-x"])
+        DrawnAcceptance().draw([f"{name}-x"])
 
 
 def test_survival_has_a_place_per_draft() -> None:
@@ -234,7 +231,7 @@ def test_a_step_of_many_requests_draws_fast() -> None:
 
 def test_steady_lengths_are_met_on_average_and_equal_for_all() -> None:
     source = SteadyAcceptance(4.2)
-    steps = [source.num_correct(3, 16, ["a", "b", "c"]) for _ in range(100)]
+    steps = [source.draw(["a", "b", "c"], 16).num_correct for _ in range(100)]
     assert all(len(set(step)) == 1 and len(step) == 3 for step in steps)
     assert sum(step[0] + 1 for step in steps) == 420
 
@@ -243,9 +240,6 @@ def test_steady_lengths_are_met_on_average_and_equal_for_all() -> None:
 def test_steady_lengths_do_not_depend_on_the_width(length: float) -> None:
     mixed, full = SteadyAcceptance(length), SteadyAcceptance(length)
     for width in [16, 1, 4, 2, 8, 16, 3] * 3:
-        wanted = min(full.num_correct(1, 16, ["a"])[0], width - 1)
-        if width % 2:
-            assert mixed.num_correct(1, width, ["a"]) == [wanted]
-            continue
+        wanted = min(full.draw(["a"], 16).num_correct[0], width - 1)
         step = mixed.draw(["a"], width)
         assert step.num_correct.tolist() == [wanted] and step.confidence is None
