@@ -40,7 +40,10 @@ OURS = {
         "outputs.choices": "a buffer of ours",
         "outputs.drafts": "a buffer of ours",
     },
-    "step/worker.py": {"rows": "a tensor that was made here"},
+    "step/worker.py": {
+        "rows": "a tensor that was made here",
+        "self.runtime": "the worker's DFlashRuntime",
+    },
 }
 MAKERS = {"deque", "dict", "list", "set", "WeakKeyDictionary"}
 TENSOR_MAKERS = {"zeros"}
