@@ -79,10 +79,10 @@ def _versions() -> Finding:
 
 
 def _release() -> Finding:
-    wanted, found = release.supported(), release.installed()
-    if found == wanted:
-        return Finding("sglang", "ok", wanted)
-    advice = f"This release of sglang-dflash requires SGLang {wanted}: install it."
+    found = release.installed()
+    if found in release.SERVED:
+        return Finding("sglang", "ok", found)
+    advice = f"This release of sglang-dflash serves others: install {release.which_to_install()}."
     return Finding("sglang", "bad", str(found or "absent"), advice)
 
 

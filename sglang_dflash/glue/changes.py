@@ -15,9 +15,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
-from sglang_dflash.glue import compat, release
+from sglang_dflash.glue import compat, release, seams
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +67,14 @@ def replace(owner: Any, name: str, value: Any, *, why: str) -> None:
 def replaced(owner: Any, name: str, value: Any, *, why: str) -> Iterator[None]:
     """Shadow an attribute of one object within the context, bypassing its class's `__setattr__`."""
     _count(owner, name, why)
-    vars(owner)[name] = value
+    own = vars(owner)
+    before = {name: own[name]} if name in own else {}
+    own[name] = value
     try:
         yield
     finally:
-        del vars(owner)[name]
+        del own[name]
+        own.update(before)
 
 
 def append_to(owner: Any, name: str, item: Any, *, why: str) -> None:
@@ -124,6 +128,14 @@ class Fields:
         return name
 
 
+class Settings(Fields):
+    """Server arguments that our code decides; how they are written depends on the release."""
+
+    def write(self, owner: Any, **values: Any) -> None:
+        """Decide server arguments."""
+        seams.decide(owner, **{self._declared(name): value for name, value in values.items()})
+
+
 def listed() -> list[dict[str, Any]]:
     """Return every change so far; the same change to several objects is one entry with a count."""
     return [
@@ -149,4 +161,4 @@ def _count(owner: Any, name: str, why: str) -> None:
 
 
 def _name_of(owner: Any) -> str:
-    return owner.__name__ if isinstance(owner, type) else type(owner).__name__
+    return owner.__name__ if isinstance(owner, type | ModuleType) else type(owner).__name__

@@ -9,7 +9,10 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
-from sglang_dflash.glue.symbols import SYMBOLS
+from sglang_dflash.glue import release, symbols
+
+# of the installed release; of the newest that we serve if the installed one is another
+SYMBOLS = symbols.of(release.judged_as())
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ import importlib
 import inspect
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -30,8 +30,11 @@ class Symbol:
     order: tuple[str, ...] = ()
     # all parameters, in order: SGLang passes them to our replacement
     takes: tuple[str, ...] | None = None
-    # calls in the source, as `ast.unparse` prints them: how SGLang calls us
+    # parts of its source, as `ast.unparse` prints them: calls, which show how SGLang calls us,
+    # results that we take apart or replace, and attributes of others that it sets
     calls: tuple[str, ...] = ()
+    returns: tuple[str, ...] = ()
+    sets: tuple[str, ...] = ()
 
     @property
     def dotted(self) -> str:
@@ -40,7 +43,8 @@ class Symbol:
     @property
     def known(self) -> set[str]:
         """Every parameter and attribute name in this entry."""
-        return {*self.uses, *self.attributes, *self.order, *(self.takes or ())}
+        others = {part.rpartition(".")[2] for part in self.sets}
+        return {*self.uses, *self.attributes, *self.order, *(self.takes or ()), *others}
 
     def resolve(self) -> Any:
         found = importlib.import_module(f"sglang.{self.module}")
@@ -72,9 +76,11 @@ class Symbol:
             if given != self.takes:
                 wanted = ", ".join(self.takes)
                 lost.append(f"the parameters ({wanted}): it has ({', '.join(given)})")
-        if self.calls:
-            made = _calls_of(found)
-            lost += [f"the call {call}" for call in self.calls if call not in made]
+        if self.calls or self.returns or self.sets:
+            source = _source_of(found)
+            lost += [f"the call {part}" for part in self.calls if part not in source.calls]
+            lost += [f"the result {part}" for part in self.returns if part not in source.returns]
+            lost += [f"what it sets, {part}" for part in self.sets if part not in source.sets]
         return lost
 
 
@@ -133,12 +139,37 @@ def _assigned_to_self(tree: ast.AST) -> set[str]:
     return found
 
 
-def _calls_of(found: type) -> set[str]:
+class Source(NamedTuple):
+    """Parts of a class or function, as `ast.unparse` prints them."""
+
+    calls: set[str]
+    returns: set[str]
+    sets: set[str]
+
+
+def _source_of(found: Any) -> Source:
+    found = inspect.unwrap(found)
     tree = ast.parse(inspect.getsource(sys.modules[found.__module__]))
-    return {
-        ast.unparse(node)
-        for kind in _classes(tree)
-        if kind.name == found.__qualname__
-        for node in ast.walk(kind)
-        if isinstance(node, ast.Call)
-    }
+    nodes = [node for part in _named(tree, found.__qualname__) for node in ast.walk(part)]
+    return Source(
+        {ast.unparse(node) for node in nodes if isinstance(node, ast.Call)},
+        {ast.unparse(node.value) for node in nodes if isinstance(node, ast.Return) and node.value},
+        {
+            ast.unparse(node)
+            for node in nodes
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        },
+    )
+
+
+def _named(tree: ast.AST, qualname: str) -> list[ast.AST]:
+    """Return the classes or functions of this name, of which the last is defined."""
+    inside = [tree]
+    for name in qualname.split("."):
+        inside = [
+            node
+            for outer in inside
+            for node in ast.walk(outer)
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
+        ]
+    return inside

@@ -46,33 +46,49 @@ def _is_on() -> bool:
 
 
 def require_supported_release() -> None:
-    """Exit unless the installed SGLang is the release this package supports."""
+    """Exit unless this package serves the installed release of SGLang."""
     from sglang_dflash.glue import release
 
-    wanted, found = release.supported(), release.installed()
-    if found != wanted:
+    found = release.installed()
+    if found not in release.SERVED:
         raise SystemExit(
-            f"sglang_dflash needs sglang {wanted} but found {found}. Install sglang=={wanted}, or "
-            f"a sglang_dflash release for {found}, or set {SWITCH}=off to use SGLang's own DFLASH."
+            f"sglang_dflash needs sglang {' or '.join(release.SERVED)} but found {found}. Install "
+            f"{release.which_to_install()}, or a sglang_dflash release for {found}, or set "
+            f"{SWITCH}=off to use SGLang's own DFLASH."
         )
 
 
 def hooks() -> dict[str, Hook]:
     """Return our hooks on SGLang's functions: symbol -> wrapper and reason.
 
-    All other changes are made to objects once they exist: `changes.listed()` has them all.
+    A release whose table lacks a symbol does that part itself. All other changes are made to
+    objects once they exist: `changes.listed()` has them all.
     """
+    from sglang_dflash.glue import compat
+
+    return {name: hook for name, hook in _all_hooks().items() if name in compat.SYMBOLS}
+
+
+def _all_hooks() -> dict[str, Hook]:
     from sglang_dflash.glue.after_step import describe, request_end
     from sglang_dflash.glue.changes import Hook
+    from sglang_dflash.glue.models import weight_updates
     from sglang_dflash.glue.sampling import refusals
     from sglang_dflash.glue.startup import early_exit, feature_capture, memory
 
     budget = Hook(memory.budget_draft_kv, "the KV budget includes the draft KV")
+    guard = Hook(
+        weight_updates.guard_in_scheduler,
+        "refuses an update with a reason, and rebuilds state derived from weights",
+    )
     return {
         "create_worker": Hook(_create_worker, "DFLASH runs in our worker"),
         "resolve_alias": Hook(_resolve_alias, "the drafter is checked before SGLang reads it"),
         "prepare_server_args": Hook(
             early_exit.prepare_or_end, "a refusal exits with one sentence, not a traceback"
+        ),
+        "resolve_once": Hook(
+            early_exit.resolve_or_end, "a refusal exits with one sentence, not a traceback"
         ),
         "model_source_paths": Hook(
             early_exit.check_paths_first, "SGLang would take a missing folder for a model name"
@@ -96,6 +112,10 @@ def hooks() -> dict[str, Hook]:
             describe.describe_server, "/server_info shows our settings and acceptance"
         ),
         "run_event_loop": Hook(_run_event_loop, "gives our worker the scheduler"),
+        **{f"scheduler_update_{source}": guard for source in weight_updates.SOURCES},
+        "scheduler_update_end": Hook(
+            weight_updates.renew_after_session, "rebuilds state derived from weights"
+        ),
         "spec_metrics": Hook(describe.describe_request, "a response reports its own acceptance"),
     }
 

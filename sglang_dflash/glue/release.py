@@ -1,8 +1,12 @@
-"""The installed release of SGLang, and the one this package supports."""
+"""The installed release of SGLang, and those that this package serves."""
 
 from __future__ import annotations
 
 from importlib import metadata
+
+# oldest first; each has a module in glue/seams/ and a table in glue/symbols/
+SERVED = ("0.5.17", "0.5.23")
+NEWEST = SERVED[-1]
 
 
 def installed() -> str | None:
@@ -13,9 +17,12 @@ def installed() -> str | None:
         return None
 
 
-def supported() -> str:
-    """Return the one release this package supports, as pinned in its metadata."""
-    for requirement in metadata.requires("sglang-dflash") or ():
-        if requirement.startswith("sglang=="):
-            return requirement.removeprefix("sglang==").split(";")[0].strip()
-    raise RuntimeError("sglang-dflash's metadata pins no sglang release; reinstall it.")
+def judged_as() -> str:
+    """Return the served release that the installed one is, or else is compared with."""
+    found = installed()
+    return found if found in SERVED else NEWEST
+
+
+def which_to_install() -> str:
+    """Return the versions to choose from, as a user would ask pip for them."""
+    return " or ".join(f"sglang=={version}" for version in reversed(SERVED))

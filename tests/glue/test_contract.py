@@ -9,7 +9,7 @@ from sglang_dflash.glue.contract import Symbol
 
 
 def test_installed_release_keeps_the_contract() -> None:
-    assert release.installed() == release.supported() == "0.5.17"
+    assert release.installed() in release.SERVED
     assert compat.broken() == []
 
 
@@ -50,21 +50,21 @@ def test_contract_lists_attributes_that_were_renamed(monkeypatch: pytest.MonkeyP
 
 def test_contract_lists_parameters_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A positional parameter that moved would get another one's value."""
-    module = "srt.layers.attention.triton_backend"
-    name = "TritonAttnBackend._update_target_verify_buffers"
-    as_it_is = ("bs", "seq_lens", "req_pool_indices", "spec_info")
-    as_it_was = ("bs", "seq_lens", "spec_info", "req_pool_indices")
+    module = "srt.layers.rotary_embedding.base"
+    name = "RotaryEmbedding.forward_native"
+    as_it_is = ("positions", "query", "key", "offsets", "fused_set_kv_buffer_arg")
+    as_it_was = ("positions", "key", "query")
     symbols = {
         "a": Symbol(module, name, order=as_it_is[:3], takes=as_it_is),
-        "b": Symbol(module, name, as_it_was, order=as_it_was[:3]),
+        "b": Symbol(module, name, as_it_was, order=as_it_was),
         "c": Symbol(module, name, takes=as_it_is[:3]),
     }
     monkeypatch.setattr(compat, "SYMBOLS", symbols)
     assert compat.broken() == [
-        f"b: sglang.{module}.{name} lost the order (bs, seq_lens, spec_info): it has "
-        "(bs, seq_lens, req_pool_indices)",
-        f"c: sglang.{module}.{name} lost the parameters (bs, seq_lens, req_pool_indices): it has "
-        "(bs, seq_lens, req_pool_indices, spec_info)",
+        f"b: sglang.{module}.{name} lost the order (positions, key, query): it has "
+        "(positions, query, key)",
+        f"c: sglang.{module}.{name} lost the parameters (positions, query, key): it has "
+        "(positions, query, key, offsets, fused_set_kv_buffer_arg)",
     ]
 
 

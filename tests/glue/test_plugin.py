@@ -39,8 +39,9 @@ def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as ended:
         plugin.activate()
     assert str(ended.value) == (
-        "sglang_dflash needs sglang 0.5.17 but found 0.5.19. Install sglang==0.5.17, or a "
-        "sglang_dflash release for 0.5.19, or set SGLANG_DFLASH=off to use SGLang's own DFLASH."
+        "sglang_dflash needs sglang 0.5.17 or 0.5.23 but found 0.5.19. Install sglang==0.5.23 or "
+        "sglang==0.5.17, or a sglang_dflash release for 0.5.19, or set SGLANG_DFLASH=off to use "
+        "SGLang's own DFLASH."
     )
 
 

@@ -105,16 +105,18 @@ GLUE_ALLOWED: dict[str, set[str]] = {
     "release": set(),
     "contract": set(),
     "symbols": {"contract", "symbols"},
-    "compat": {"symbols"},
-    "changes": {"compat", "release"},
-    "cpu": {"changes", "compat", "cpu"},
+    "compat": {"release", "symbols"},
+    # what differs between releases
+    "seams": {"compat", "release", "seams"},
+    "changes": {"compat", "release", "seams"},
+    "cpu": {"changes", "compat", "cpu", "seams"},
     # before anything is loaded
-    "startup": {"changes", "compat", "startup"},
+    "startup": {"changes", "compat", "seams", "startup"},
     # for the lifetime of the server
-    "models": {"changes", "compat", "cpu", "models"},
+    "models": {"changes", "compat", "cpu", "models", "seams"},
     # within a step
-    "sampling": {"changes", "compat", "models", "sampling"},
-    "after_step": {"after_step", "changes", "compat"},
+    "sampling": {"changes", "compat", "models", "sampling", "seams"},
+    "after_step": {"after_step", "changes", "seams"},
     "step": {
         "after_step",
         "changes",
@@ -122,13 +124,24 @@ GLUE_ALLOWED: dict[str, set[str]] = {
         "models",
         "release",
         "sampling",
+        "seams",
         "startup",
         "step",
     },
     # SGLang's own programs, for the commands
     "programs": {"compat"},
     # attaches everything
-    "plugin": {"after_step", "changes", "cpu", "release", "sampling", "startup", "step"},
+    "plugin": {
+        "after_step",
+        "changes",
+        "compat",
+        "cpu",
+        "models",
+        "release",
+        "sampling",
+        "startup",
+        "step",
+    },
 }
 MAX_MODULE_LINES = 400
 MAX_PROGRAM_LINES = 400

@@ -35,6 +35,8 @@ OURS = {
         "sums": "our PenaltyState, which has a method of that name",
         "logits": "a tensor of one step",
     },
+    "seams/__init__.py": {"globals()": "this module's own names"},
+    "seams/sglang_0_5_17.py": {"server_args": "for changes.Settings, which lists what it writes"},
     "programs/server.py": {"sys": "Python's own arguments"},
     "step/graph_outputs.py": {
         "outputs.choices": "a buffer of ours",

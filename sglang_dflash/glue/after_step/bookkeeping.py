@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_dflash.glue import seams
 from sglang_dflash.glue.after_step.exporter import PrometheusExporter
 from sglang_dflash.glue.after_step.stage_clock import StageClock
 from sglang_dflash.metrics import AcceptanceAlarm, AcceptanceMeter
@@ -39,7 +40,7 @@ class Bookkeeping:
         count the same, so only SGLang's logging rank reports."""
         reporter, collector = scheduler.metrics_reporter, scheduler.metrics_collector
         self._speaks = reporter.is_stats_logging_rank
-        self._log_interval = scheduler.server_args.decode_log_interval
+        self._log_interval = seams.settings(scheduler.server_args).decode_log_interval
         if reporter.current_scheduler_metrics_enabled and collector is not None:
             self._export = PrometheusExporter(dict(collector.labels), self.meter.block_size)
 

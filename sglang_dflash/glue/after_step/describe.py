@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_dflash.glue import changes
+from sglang_dflash.glue import changes, seams
 
 META_INFO = changes.Fields("meta_info", {"dflash": "a response reports its own acceptance"})
 STATE = changes.Fields(
@@ -21,7 +21,7 @@ def describe_server(original: Any, scheduler: Any, recv_req: Any) -> Any:
         answer = STATE.edit(state, "internal_state")
         answer["sglang_dflash"] = {
             **worker.describe(),
-            "dp_rank": scheduler.ps.dp_rank or 0,
+            "dp_rank": seams.dp_rank(scheduler),
             "acceptance": worker.book.meter.snapshot(),
             "alarms": worker.book.alarm.raised,
             "free_kv_slots": scheduler.token_to_kv_pool_allocator.available_size(),
@@ -39,7 +39,7 @@ def describe_request(
     """
     original(manager, meta_info, recv_obj, i)
     steps = meta_info.get("spec_verify_ct", 0)
-    if not steps or manager.server_args.speculative_algorithm != "DFLASH":
+    if not steps or seams.settings(manager.server_args).speculative_algorithm != "DFLASH":
         return
     rows = round(meta_info.get("spec_cap_length", 0) * steps)
     request = {

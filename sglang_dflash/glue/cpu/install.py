@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from sglang_dflash.environment import Environment
-from sglang_dflash.glue import changes
+from sglang_dflash.glue import changes, seams
 from sglang_dflash.glue.changes import Hook
 
 
@@ -72,17 +72,14 @@ def _leave_threads_alone(_original: Any, **_settings: Any) -> None:
 
 def _accept_torch_native(original: Any, server_args: Any) -> None:
     """Let Gemma 4 pass its backend check, which lists GPU backends only."""
-    resolved = server_args._resolved_attention_backends
+    owner, name = seams.backends_for_model_checks(server_args)
+    resolved = getattr(owner, name)
 
-    def as_triton() -> tuple[str, ...]:
-        return tuple("triton" if name == "torch_native" else name for name in resolved())
+    def as_triton(*given: Any) -> tuple[str, ...]:
+        return tuple("triton" if name == "torch_native" else name for name in resolved(*given))
 
-    with changes.replaced(
-        server_args,
-        "_resolved_attention_backends",
-        as_triton,
-        why="passes a check that lists GPU backends only",
-    ):
+    why = "passes a check that lists GPU backends only"
+    with changes.replaced(owner, name, as_triton, why=why):
         original(server_args)
 
 

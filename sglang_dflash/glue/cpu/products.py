@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.glue import changes, compat
+from sglang_dflash.glue import changes, seams
 
 # in elements; a smaller weight is not worth a copy
 MIN_WEIGHT = 1 << 16
@@ -73,8 +73,10 @@ def block_rows() -> int | None:
     """Return the number of rows of a block; None without DFLASH, or with neither library."""
     if not (HAS_MKL or torch.backends.mkldnn.is_available()):
         return None
-    args = compat.get_server_args()
-    return args.speculative_num_draft_tokens if args.speculative_algorithm == "DFLASH" else None
+    settings = seams.settings()
+    if settings.speculative_algorithm != "DFLASH":
+        return None
+    return settings.speculative_num_draft_tokens
 
 
 def _linear(
@@ -85,9 +87,17 @@ def _linear(
 
 
 def _head(
-    original: Any, processor: Any, hidden: Tensor, lm_head: Any, embedding_bias: Any = None
+    original: Any,
+    processor: Any,
+    hidden: Tensor,
+    lm_head: Any,
+    embedding_bias: Any = None,
+    **unusual: Any,
 ) -> Tensor:
     product = None
-    if embedding_bias is None and not processor.use_fp32_lm_head:
+    is_plain = embedding_bias is None and not any(v is not None for v in unusual.values())
+    if is_plain and not processor.use_fp32_lm_head:
         product = multiply(hidden, lm_head.weight)
-    return original(processor, hidden, lm_head, embedding_bias) if product is None else product
+    if product is None:
+        return original(processor, hidden, lm_head, embedding_bias, **unusual)
+    return product

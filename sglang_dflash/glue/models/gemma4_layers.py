@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sglang_dflash.glue import changes
+from sglang_dflash.glue import changes, seams
 from sglang_dflash.kernels import Ops
 
 PRODUCTS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
@@ -64,7 +64,7 @@ def _why_not(layer: Any) -> str | None:
         module = layer.get_submodule(path)
         if module.bias is not None:
             return "bias"
-        if module.tp_size > 1:
+        if seams.ranks_of(module) > 1:
             return "tensor parallelism"
         if type(module.quant_method).__name__ != "UnquantizedLinearMethod":
             return "quantised weights"
@@ -94,12 +94,13 @@ class FusedLayer:
         per_layer_input: Tensor | None,
         forward_batch: Any,
         **unusual: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> Any:
         """Compute what SGLang's layer computes."""
         if not forward_batch.forward_mode.is_target_verify():
             return self._original(
                 positions, hidden_states, per_layer_input, forward_batch, **unusual
             )
+        seams.enter_gemma_layer(hidden_states, unusual)
         layer = self._layer
         residual, normed = self._ops.norm_add_norm(
             self._attend(self._normed(hidden_states), positions, forward_batch),
@@ -121,7 +122,7 @@ class FusedLayer:
         )
         if following is not None:
             following._ready = (result, ready[0])
-        return result, None
+        return seams.leave_gemma_layer(result, forward_batch)
 
     def _middle_norms(self) -> tuple[Tensor, ...]:
         """Return the norm weights after attention: for the MLP, the router and the experts."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.glue import changes, compat
+from sglang_dflash.glue import changes, compat, seams
 from sglang_dflash.kernels import Ops
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def _foreign_mode(backend: Any) -> str | None:
         return "deterministic inference needs its own kernel"
     if backend.dcp_size > 1:
         return "decode context parallelism shards the KV cache"
-    if backend._translate_kv_loc is not None:
+    if seams.has_own_slot_numbers(backend):
         return "the unified memory pool has its own slot numbering"
     return None
 
@@ -174,7 +174,7 @@ class VerifyBackend:
         changes.replace(
             self._backend,
             "_update_target_verify_buffers",
-            self.lay_out_prefixes,
+            seams.as_buffer_filler(self.lay_out_prefixes),
             why="builds the prefix index without reading lengths back to the host",
         )
 

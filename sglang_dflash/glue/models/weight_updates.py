@@ -7,13 +7,14 @@ cannot work, answers a failure with its reason, and rebuilds everything derived 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from sglang_dflash.glue import changes, compat
+from sglang_dflash.glue import changes, compat, seams
 from sglang_dflash.glue.cpu import products
 from sglang_dflash.glue.models.gemma4_layers import fold_router_scales
 
@@ -38,28 +39,31 @@ SCHEDULER = changes.Fields(
     },
 )
 
-Update = Callable[[Any], tuple[bool, str]]
+# takes a request; its answer is the release's
+Update = Callable[[Any], Any]
 
 
 class TargetUpdates:
-    """Guards every update of the target's weights, at the target worker's methods."""
+    """Guards every update of the target's weights: at the target worker's methods, or from the
+    scheduler's, where it updates the runners itself."""
 
     def __init__(self, target_worker: Any, draft_runner: Any) -> None:
         self._runner = target_worker.model_runner
         self._scheduler: Any = None
-        for source in SOURCES:
-            name = f"update_weights_from_{source}"
+        self._guarded: dict[str, Update] = {}
+        for name in seams.UPDATES:
+            self._guarded[name] = functools.partial(self.guard, getattr(target_worker, name))
             changes.replace(
                 target_worker,
                 name,
-                self._guarded(getattr(target_worker, name)),
+                self._guarded[name],
                 why="refuses an update with a reason, and rebuilds state derived from weights",
             )
         join = target_worker.init_weights_update_group
         changes.replace(
             target_worker,
             "init_weights_update_group",
-            lambda recv_req: _answer(join, recv_req),
+            lambda recv_req: _run(join, recv_req),
             why="a failure is reported to the client and does not end the server",
         )
         self._check = self._runner.check_weights
@@ -80,23 +84,26 @@ class TargetUpdates:
         """Attach the scheduler, which has the requests and the cache."""
         self._scheduler = scheduler
 
-    def _guarded(self, update: Update) -> Update:
-        def guarded(recv_req: Any) -> tuple[bool, str]:
-            reason = self._refuse(recv_req)
-            if reason is not None:
-                return False, reason
-            failure = self._agreed(self._attempt(update, recv_req))
-            if failure is None:
-                return True, self.describe(recv_req)
-            if recv_req.flush_cache:
-                # SGLang flushes only on success, but some weights may already be new
-                self._scheduler.flush_cache(empty_cache=recv_req.torch_empty_cache)
-            return False, (
-                f"{failure} The target may hold some of the new weights. Update it again with all "
-                "of them, or restart the server."
-            )
+    def update_from_tensor(self, recv_req: Any) -> Any:
+        """Update the target, where SGLang asks the spec worker to."""
+        return self._guarded["update_weights_from_tensor"](recv_req)
 
-        return guarded
+    def guard(self, update: Update, recv_req: Any) -> Any:
+        """Update the target if that can work; return the answer."""
+        reason = self._refuse(recv_req)
+        if reason is not None:
+            return seams.answer_to(recv_req, False, reason)
+        failure = self._agreed(self._attempt(update, recv_req))
+        if failure is None:
+            return seams.answer_to(recv_req, True, self.describe(recv_req))
+        if recv_req.flush_cache:
+            # SGLang flushes only on success, but some weights may already be new
+            self._scheduler.flush_cache(empty_cache=recv_req.torch_empty_cache)
+        message = (
+            f"{failure} The target may hold some of the new weights. Update it again with all of "
+            "them, or restart the server."
+        )
+        return seams.answer_to(recv_req, False, message)
 
     def describe(self, recv_req: Any) -> str:
         """Return the message of a successful update, with what it did not do."""
@@ -141,8 +148,8 @@ class TargetUpdates:
     def _attempt(self, update: Update, recv_req: Any) -> str | None:
         """Update; return the reason if it failed, else None."""
         before = addresses(self._runner.model)
-        success, message = _answer(update, recv_req)
-        self._renew()
+        success, message = _run(lambda request: seams.result_of(update(request)), recv_req)
+        self.renew()
         if not success:
             return message
         after = addresses(self._runner.model)
@@ -158,9 +165,9 @@ class TargetUpdates:
         try:
             return self._check(**asked)
         finally:
-            self._renew()
+            self.renew()
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
         """Rebuild everything derived from weights."""
         products.forget_packed(self._runner.model)
         fold_router_scales(self._runner.model)
@@ -174,7 +181,24 @@ class TargetUpdates:
         return next((reason for reason in failures if reason is not None), None)
 
 
-def _answer(update: Update, recv_req: Any) -> tuple[bool, str]:
+def guard_in_scheduler(original: Any, updater: Any, recv_req: Any) -> Any:
+    """Wrap an update of the scheduler's, where it updates the runners itself."""
+    is_ours = updater.tp_worker.model_runner.spec_algorithm.is_dflash()
+    if not is_ours or (updater._session is None and seams.needs_session(recv_req)):
+        # SGLang refuses an update outside a session, and says so
+        return original(updater, recv_req)
+    return updater.draft_worker.updates.guard(functools.partial(original, updater), recv_req)
+
+
+def renew_after_session(original: Any, updater: Any, recv_req: Any) -> Any:
+    """Wrap the end of an update in several parts, which may change weights a last time."""
+    answer = original(updater, recv_req)
+    if updater.tp_worker.model_runner.spec_algorithm.is_dflash():
+        updater.draft_worker.updates.renew()
+    return answer
+
+
+def _run(update: Callable[[Any], tuple[bool, str]], recv_req: Any) -> tuple[bool, str]:
     """Run an update; return an exception as a failed result, so that the server survives it."""
     try:
         return update(recv_req)

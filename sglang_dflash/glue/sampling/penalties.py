@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_dflash.glue import seams
+
 
 def is_penalised(req: Any) -> bool:
     params = req.sampling_params
@@ -107,7 +109,7 @@ class PenaltyTable:
         """Initialise the sums after prefill; a retracted request already has output tokens."""
         for i, req in enumerate(reqs):
             # the row may have belonged to another request
-            self._sums.pop(req.req_pool_idx, None)
+            self._sums.pop(seams.row_of(req), None)
             if not is_penalised(req):
                 continue
             sums = PenaltyState.zero(1, self._vocab_size, self._device)
@@ -115,7 +117,7 @@ class PenaltyTable:
             for token in req.output_ids:
                 sums.add(torch.tensor([token], device=self._device), rates)
             sums.add(first_tokens[i : i + 1].long(), rates)
-            self._sums[req.req_pool_idx] = sums
+            self._sums[seams.row_of(req)] = sums
 
     def apply(
         self,
@@ -148,7 +150,7 @@ class PenaltyTable:
         for column in range(token_ids.shape[1]):
             sums.add(token_ids[at, column], rates, is_committed=column < commit_lens[at])
         for req, part in zip(chosen, sums.split(), strict=True):
-            self._sums[req.req_pool_idx] = part
+            self._sums[seams.row_of(req)] = part
 
     def _select(self, reqs: Sequence[Any]) -> tuple[list[Any], Any, Any, Any]:
         """Return the penalised requests, their rows in the batch, their sums and rates."""
@@ -157,7 +159,7 @@ class PenaltyTable:
             return [], None, None, None
         chosen = [reqs[i] for i in which]
         at = torch.tensor(which).to(self._device, non_blocking=True)
-        sums = PenaltyState.stack([self._sums[req.req_pool_idx] for req in chosen])
+        sums = PenaltyState.stack([self._sums[seams.row_of(req)] for req in chosen])
         return chosen, at, sums, PenaltyParams.of(chosen, self._device)
 
 

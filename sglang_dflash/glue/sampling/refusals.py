@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.glue import changes, compat
+from sglang_dflash.glue import changes, seams
 from sglang_dflash.glue.sampling import grammar_mask
 
 REQ = changes.Fields(
@@ -41,7 +41,7 @@ def refuse_request(req: Any, server_args: Any, *, enable_overlap: bool) -> str |
             f"start the server with --grammar-backend {' or '.join(grammar_mask.BACKENDS)}",
         )
     if req.input_embeds is not None:
-        dtype = server_args.get_model_config().dtype
+        dtype = seams.model_config(server_args).dtype
         if dtype != torch.bfloat16:
             return _refusal(
                 "input_embeds",
@@ -62,7 +62,7 @@ def _refusal(what: str, why: str, instead: str | None = None) -> str:
 
 def refuse_in_scheduler(original: Any, req: Any, enable_overlap: bool) -> str | None:
     """Replace SGLang's request check for DFLASH; other block drafters keep it."""
-    server_args = compat.get_server_args()
+    server_args = seams.settings()
     if server_args.speculative_algorithm != "DFLASH":
         return original(req, enable_overlap)
     reason = refuse_request(req, server_args, enable_overlap=enable_overlap)

@@ -37,8 +37,13 @@ def check_paths_first(original: Any, server_args: Any) -> None:
     original(server_args)
 
 
+# whether a command line was parsed in this process
+_from_command_line: list[bool] = []
+
+
 def prepare_or_end(original: Any, argv: list[str]) -> Any:
     """Wrap SGLang's parsing of a server's command line; exit if we refuse."""
+    _from_command_line[:] = [True]
     try:
         server_args = original(argv)
         if server_args.speculative_algorithm == "DFLASH":
@@ -46,6 +51,17 @@ def prepare_or_end(original: Any, argv: list[str]) -> Any:
     except Refusal as refusal:
         raise SystemExit(str(refusal)) from None
     return server_args
+
+
+def resolve_or_end(original: Any, server_args: Any) -> None:
+    """Wrap the resolution of arguments, where it follows the parsing; exit if we refuse a command
+    line."""
+    try:
+        original(server_args)
+    except Refusal as refusal:
+        if not _from_command_line:
+            raise
+        raise SystemExit(str(refusal)) from None
 
 
 def check_port(host: str, port: int) -> None:

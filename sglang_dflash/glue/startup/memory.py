@@ -6,21 +6,23 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.glue import changes, compat
+from sglang_dflash.glue import changes, compat, seams
 from sglang_dflash.glue.startup.server_args import read_drafter
 
 
-def row_headroom(original: Any, server_args: Any) -> int:
+def row_headroom(original: Any, *given: Any) -> int:
     """Widen each request's row of the slot table to hold the two blocks a step reserves.
 
     SGLang leaves room for one block at page size 1; for a request near the context length the
-    second would overflow into the next request's row.
+    second would overflow into the next request's row. `given` are the server arguments, in releases
+    that pass them.
     """
-    headroom = original(server_args)
-    if server_args.speculative_algorithm != "DFLASH":
+    headroom = original(*given)
+    settings = seams.settings(*given)
+    if settings.speculative_algorithm != "DFLASH":
         return headroom
-    reserve = compat.alloc_reserve_per_decode(server_args)
-    return max(headroom, reserve + server_args.page_size)
+    reserve = compat.alloc_reserve_per_decode(*given)
+    return max(headroom, reserve + settings.page_size)
 
 
 def budget_draft_kv(original: Any, configurator: Any, kvc: Any) -> None:

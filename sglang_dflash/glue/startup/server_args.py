@@ -9,13 +9,13 @@ from typing import Any
 
 from sglang_dflash import config as cfg
 from sglang_dflash.environment import DETERMINISTIC_PREFILL_ALIGN, Environment
-from sglang_dflash.glue import changes, compat
+from sglang_dflash.glue import changes, compat, seams
 from sglang_dflash.glue.startup import width_args
 from sglang_dflash.glue.startup.feature_capture import delivers_features, refuse_recurrent
 
 logger = logging.getLogger(__name__)
 
-ARGS = changes.Fields(
+ARGS = changes.Settings(
     "ServerArgs",
     {
         "speculative_num_draft_tokens": "the block size, from the drafter or the user",
@@ -31,13 +31,14 @@ ARGS = changes.Fields(
 
 def handle_dflash(server_args: Any) -> None:
     """Check and complete the arguments of a DFLASH server, in place of SGLang's own handler."""
+    server_args = seams.settings(server_args)
     _refuse_unsupported(server_args)
     _refuse_endless_wait(server_args)
     # before SGLang uses it, so that every field is checked
     drafter = cfg.DrafterSpec.from_config(
         _drafter_config(server_args), name=server_args.speculative_draft_model_path
     )
-    target_config = server_args.get_model_config()
+    target_config = seams.model_config(server_args)
     target = target_spec(target_config)
     cfg.check_pair(drafter, target)
     folder = Path(server_args.speculative_draft_model_path)
@@ -91,6 +92,7 @@ def _overlap(server_args: Any) -> cfg.Overlap:
 
 def resolve_config(server_args: Any, *, target_config: Any) -> cfg.DFlashConfig:
     """Return a worker's frozen config from handled server arguments."""
+    server_args = seams.settings(server_args)
     return cfg.DFlashConfig(
         drafter=read_drafter(server_args),
         block_size=server_args.speculative_num_draft_tokens,
@@ -205,6 +207,7 @@ def _refuse_unsupported(server_args: Any) -> None:
         f"--speculative-eagle-topk {server_args.speculative_eagle_topk} (a block is one chain)": (
             server_args.speculative_eagle_topk not in (None, 1)
         ),
+        **seams.also_refused(server_args),
     }
     named = [name for name, given in asked.items() if given]
     if named:

@@ -6,14 +6,14 @@ import logging
 from typing import Any
 
 from sglang_dflash.environment import SIMULATE, WIDTH, Environment
-from sglang_dflash.glue import changes, compat
+from sglang_dflash.glue import changes, compat, seams
 
 logger = logging.getLogger(__name__)
 
 # full blocks in the largest CUDA graph by default: SGLang sizes graphs and sampling memory by it
 MAX_GRAPH_BLOCKS = 48
 
-ARGS = changes.Fields(
+ARGS = changes.Settings(
     "ServerArgs", {"max_running_requests": "CUDA graphs and buffers need a bound"}
 )
 GRAPHS = changes.Fields(
@@ -44,7 +44,7 @@ def why_full_blocks(server_args: Any) -> str | None:
         "--enable-two-batch-overlap splits full blocks": server_args.enable_two_batch_overlap,
         "LoRA graphs are sized by full blocks": server_args.enable_lora,
         "the model's positions have several parts (mrope)": (
-            server_args.get_model_config().model_is_mrope
+            seams.model_config(server_args).model_is_mrope
         ),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)

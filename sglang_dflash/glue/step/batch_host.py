@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.glue import changes, compat
+from sglang_dflash.glue import changes, compat, seams
 from sglang_dflash.glue.sampling.plan import is_adjusted, plan_of
 from sglang_dflash.glue.step.graph_outputs import VerifyOutputs
 from sglang_dflash.glue.step.runtime import DFlashRuntime
@@ -155,7 +155,9 @@ class BatchHost:
             spec_info=self._runtime.block_input,
             capture_hidden_mode=compat.CaptureHiddenMode.NULL,
         )
-        return self._runtime.draft_runner.forward(forward_batch)
+        draft_runner = self._runtime.draft_runner
+        seams.plan_slots(forward_batch, draft_runner)
+        return draft_runner.forward(forward_batch)
 
     def plan_verify(self, block: DraftBlock) -> None:
         runtime = self._runtime

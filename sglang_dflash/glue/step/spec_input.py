@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.glue import changes, compat
-
-# free a request's out-of-window KV from this many tokens on: freeing costs host time
-FREE_AT_LEAST = 128
+from sglang_dflash.glue import changes, compat, seams
 
 BATCH = changes.Fields(
     "ScheduleBatch",
@@ -50,16 +47,15 @@ class DFlashState(compat.SpecInput):
         The host's committed lengths may lag the device by one step under overlap, so two blocks are
         reserved.
         """
-        batch.maybe_evict_swa()  # at the step interval set by SGLang's environment
-        free_left_windows(batch)
+        seams.free_left_windows(batch)
         reserve = compat.alloc_reserve_per_decode()
         page_size = batch.token_to_kv_pool_allocator.page_size
         row_width = batch.req_to_token_pool.req_to_token.shape[1]
         committed, allocated, wanted = [], [], []
         for req in batch.reqs:
             # whole pages: the allocator's granularity
-            pages = -(-(req.kv_committed_len + reserve) // page_size)
-            committed.append(req.kv_committed_len)
+            pages = -(-(seams.committed_len(req) + reserve) // page_size)
+            committed.append(seams.committed_len(req))
             allocated.append(req.kv.kv_allocated_len)
             wanted.append(max(req.kv.kv_allocated_len, pages * page_size))
             REQ.write(req, decode_batch_idx=req.decode_batch_idx + 1)
@@ -103,20 +99,3 @@ class DFlashState(compat.SpecInput):
             return
         self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
         self.new_seq_lens = torch.cat([self.new_seq_lens, other.new_seq_lens])
-
-
-def free_left_windows(batch: Any) -> None:
-    """Free the sliding-window layers' KV that no later step reads.
-
-    SGLang's `maybe_evict_swa` does so once every 128 steps. A plain decode step adds one token, but
-    ours adds up to a block, so the KV of up to 128 blocks would sit unused.
-    """
-    if not batch.tree_cache.supports_swa():
-        return
-    window = batch.tree_cache.sliding_window_size
-    for req in batch.reqs:
-        committed = req.seqlen - 1
-        left_behind = committed - window - req.kv.swa_evicted_seqlen
-        # before a request's second step its prefill may still be running
-        if req.decode_batch_idx >= 1 and left_behind >= FREE_AT_LEAST:
-            batch._evict_swa(req, committed)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from sglang_dflash.glue import changes, compat
+from sglang_dflash.glue import changes, compat, seams
 
 
 class VerifyRows(NamedTuple):
@@ -100,7 +100,7 @@ class VerifyGraphRunner(compat.DecodeCudaGraphRunner):
             ragged_verify_layout=VerifyRows(rows, requests, width),
         )
         inputs = (self.buffers.seq_lens[:slots], self.buffers.req_pool_indices[:slots])
-        self.attn_backend._update_target_verify_buffers(slots, *inputs, spec_input)
+        seams.fill_buffers(self.attn_backend, slots, *inputs, spec_input)
 
 
 def install_verify_graphs(target_runner: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from sglang_dflash import kernels
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.costs import GraphCosts, LearntCosts
 from sglang_dflash.environment import WIDTH, Environment
-from sglang_dflash.glue import changes, compat, release
+from sglang_dflash.glue import changes, compat, release, seams
 from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 from sglang_dflash.glue.after_step.request_end import count_steps_in
 from sglang_dflash.glue.models.draft_model import DFlashDraftModel
@@ -65,8 +64,9 @@ class DFlashWorker(compat.BaseSpecWorker):
     """Run prefill and decode steps of the target together with its drafter."""
 
     def __init__(
-        self, server_args: Any, gpu_id: int, ps: Any, nccl_port: int, target_worker: Any
+        self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any, **placement: Any
     ) -> None:
+        """`placement` are the arguments of some releases, which go to the drafter's worker."""
         super().__init__()
         self._target_worker = target_worker
         self.device = target_worker.device
@@ -86,14 +86,14 @@ class DFlashWorker(compat.BaseSpecWorker):
             DFlashDraftModel,
             why="drafters load as our model",
         )
-        bundle = compat.build_draft_tp_worker(
+        bundle = seams.build_drafter(
+            target_worker,
             server_args=server_args,
             gpu_id=gpu_id,
-            ps=dataclasses.replace(ps, pp_rank=0),
             nccl_port=nccl_port,
-            target_model_config=target_worker.model_runner.model_config,
             algo_label="DFLASH",
             attention_backend_override=self.config.draft_backend,
+            **placement,
         )
         self._draft_worker = bundle.draft_worker
         self.runtime = DFlashRuntime(
@@ -184,7 +184,7 @@ class DFlashWorker(compat.BaseSpecWorker):
     def _key_graphs_by_rows(self) -> None:
         """Let the target's graphs hold any number of rows per request, if that is asked for and our
         attention runs."""
-        server_args = self.model_runner.server_args
+        server_args = seams.settings(self.model_runner.server_args)
         reason = why_full_blocks(server_args)
         if reason is None and self.ops.verify_attention is not None and self.verify_kernel != OURS:
             reason = f"{self.verify_kernel} verifies full blocks"
@@ -246,6 +246,10 @@ class DFlashWorker(compat.BaseSpecWorker):
         """Learn from a step's result, which SGLang is about to process request by request."""
         self.book.begin_result(*self.width.has_result(num_correct_drafts_per_req))
 
+    def weight_update_runners(self) -> list[tuple[str, Any]]:
+        """Leave the drafter as it is: where SGLang asks, it updates no runner of this worker."""
+        return []
+
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         """Leave the drafter as it is; SGLang has just updated the target."""
         return True, self.updates.describe(recv_req)
@@ -256,14 +260,16 @@ class DFlashWorker(compat.BaseSpecWorker):
 
     def update_weights_from_tensor(self, recv_req: Any) -> tuple[bool, str]:
         """Update the target: for this source SGLang leaves it to the spec worker."""
-        return self._target_worker.update_weights_from_tensor(recv_req)
+        return self.updates.update_from_tensor(recv_req)
 
     def forward_batch_generation(
         self,
         batch: Any,
         on_publish: Callable[[Tensor], None] | None = None,
         grammar_barrier: Callable[[], None] | None = None,
+        pp_proxy_tensors: Any = None,
     ) -> Any:
+        assert pp_proxy_tensors is None, "pipeline parallelism is refused"
         with torch.inference_mode():
             if batch.forward_mode.is_extend():
                 return self._prefill(batch, on_publish)

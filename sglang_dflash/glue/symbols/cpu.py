@@ -6,14 +6,6 @@ from sglang_dflash.glue.contract import Symbol, names
 
 SYMBOLS: dict[str, Symbol] = {
     # sampling
-    "add_deterministic_choices": Symbol(
-        "srt.server_args", "add_deterministic_attention_backend_choices", order=("choices",)
-    ),
-    "add_radix_deterministic_choices": Symbol(
-        "srt.server_args",
-        "add_radix_supported_deterministic_attention_backend_choices",
-        order=("choices",),
-    ),
     "batch_invariant_mode": Symbol(
         "srt.model_executor.model_runner", "ModelRunner.maybe_enable_batch_invariant_mode", takes=()
     ),
@@ -64,9 +56,6 @@ SYMBOLS: dict[str, Symbol] = {
     "AttentionBackend": Symbol("srt.layers.attention.base_attn_backend", "AttentionBackend"),
     "register_attention_backend": Symbol(
         "srt.layers.attention.attention_registry", "register_attention_backend", order=("name",)
-    ),
-    "model_specific_adjustments": Symbol(
-        "srt.server_args", "ServerArgs._handle_model_specific_adjustments", takes=()
     ),
     # processes and sizes
     "set_envs_and_config": Symbol(

@@ -32,14 +32,14 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.layers.linear",
         "RowParallelLinear",
         names("bias quant_config prefix"),
-        attributes=names("quant_method tp_size"),
+        attributes=("quant_method",),
         order=names("input_size output_size"),
     ),
     "MergedColumnParallelLinear": Symbol(
         "srt.layers.linear",
         "MergedColumnParallelLinear",
         names("bias quant_config prefix"),
-        attributes=names("quant_method tp_size"),
+        attributes=("quant_method",),
         order=names("input_size output_sizes"),
     ),
     "get_rope": Symbol(
@@ -82,7 +82,7 @@ SYMBOLS: dict[str, Symbol] = {
         "TritonAttnBackend",
         # read to choose a kernel, or written, which would not fail if they were gone
         attributes=names(
-            """enable_deterministic dcp_size _translate_kv_loc use_sliding_window_kv_pool
+            """enable_deterministic dcp_size use_sliding_window_kv_pool
             cuda_graph_swa_out_cache_loc _verify_mask allow_bidirectional_attention_in_extend
             cuda_graph_kv_indices cuda_graph_window_kv_indices cuda_graph_window_kv_offsets device
             forward_extend forward_metadata init_cuda_graph_state kv_indptr qo_indptr req_to_token
@@ -105,11 +105,6 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.layers.attention.triton_backend",
         "TritonAttnBackend.forward_extend",
         order=names("q k v layer forward_batch save_kv_cache"),
-    ),
-    "triton_verify_buffers": Symbol(
-        "srt.layers.attention.triton_backend",
-        "TritonAttnBackend._update_target_verify_buffers",
-        takes=names("bs seq_lens req_pool_indices spec_info"),
     ),
     "triton_graph_state": Symbol(
         "srt.layers.attention.triton_backend",
@@ -190,11 +185,6 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.layers.logits_processor",
         "LogitsProcessor._get_logits",
         order=names("hidden_states lm_head logits_metadata embedding_bias"),
-    ),
-    "compute_lm_head": Symbol(
-        "srt.layers.logits_processor",
-        "LogitsProcessor._compute_lm_head",
-        takes=names("hidden_states lm_head embedding_bias"),
     ),
     "VocabParallelEmbedding": Symbol(
         "srt.layers.vocab_parallel_embedding",

@@ -38,7 +38,6 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.server_args",
         "ServerArgs",
         tuple(SERVER_ARGS.split()),
-        attributes=names("get_model_config _resolved_attention_backends _cuda_graph_config_locked"),
     ),
     "PhaseConfig": Symbol(
         "srt.model_executor.cuda_graph_config", "PhaseConfig", attributes=names("bs max_bs")
@@ -71,16 +70,13 @@ SYMBOLS: dict[str, Symbol] = {
     "get_server_args": Symbol("srt.runtime_context", "get_server_args"),
     "get_parallel": Symbol("srt.runtime_context", "get_parallel"),
     "ParallelContext": Symbol(
-        "srt.runtime_context", "ParallelContext", attributes=names("tp_size attn_tp_size")
+        "srt.runtime_context", "ParallelContext", attributes=("attn_tp_size",)
     ),
     # functions that the plug-in hooks
     "create_worker": Symbol(
         "srt.speculative.spec_info", "SpeculativeAlgorithm.create_worker", takes=("server_args",)
     ),
     "prepare_server_args": Symbol("srt.server_args", "prepare_server_args", takes=("argv",)),
-    "model_source_paths": Symbol(
-        "srt.server_args", "ServerArgs._handle_model_source_paths", takes=()
-    ),
     "handle_dflash": Symbol(
         "srt.arg_groups.speculative_hook", "_handle_dflash", takes=("server_args",)
     ),
@@ -97,21 +93,10 @@ SYMBOLS: dict[str, Symbol] = {
     "update_finish_state": Symbol(
         "srt.managers.schedule_batch", "Req.update_finish_state", takes=("new_accepted_len",)
     ),
-    "row_headroom": Symbol(
-        "srt.mem_cache.allocation_sizing",
-        "get_req_to_token_extra_context_len",
-        takes=("server_args",),
-    ),
     "configure_capture": Symbol(
         "srt.model_executor.model_runner_components.attention_backend_setup",
         "configure_aux_hidden_state_capture",
         names("model dflash_use_aux_hidden_state dflash_target_layer_ids"),
-    ),
-    "default_pool_init": Symbol(
-        "srt.model_executor.pool_configurator", "DefaultPoolConfigurator.__init__", takes=("kvc",)
-    ),
-    "swa_pool_init": Symbol(
-        "srt.model_executor.pool_configurator", "HybridSWAPoolConfigurator.__init__", takes=("kvc",)
     ),
     "internal_state": Symbol(
         "srt.managers.scheduler", "Scheduler.get_internal_state", takes=("recv_req",)
@@ -128,18 +113,13 @@ SYMBOLS: dict[str, Symbol] = {
         "Scheduler",
         attributes=names(
             """chunked_req draft_worker enable_overlap last_batch metrics_collector metrics_reporter
-            ps result_queue running_batch server_args spec_algorithm token_to_kv_pool_allocator
+            result_queue running_batch server_args spec_algorithm token_to_kv_pool_allocator
             is_fully_idle flush_cache process_batch_result"""
         ),
     ),
     "flush_cache": Symbol("srt.managers.scheduler", "Scheduler.flush_cache", ("empty_cache",)),
     "process_batch_result": Symbol(
         "srt.managers.scheduler", "Scheduler.process_batch_result", order=names("batch result")
-    ),
-    "ParallelState": Symbol(
-        "srt.distributed.parallel_state_wrapper",
-        "ParallelState",
-        attributes=names("dp_rank pp_rank"),
     ),
     "MetricsReporter": Symbol(
         "srt.managers.scheduler_components.metrics_reporter",
@@ -166,7 +146,7 @@ SYMBOLS: dict[str, Symbol] = {
         "Req",
         attributes=names(
             """custom_logit_processor decode_batch_idx finished finished_len grammar input_embeds kv
-            kv_committed_len origin_input_ids output_ids req_pool_idx return_hidden_states rid
+            origin_input_ids output_ids return_hidden_states rid
             sampling_params seqlen spec_num_cap_tokens spec_num_correct_drafts
             spec_correct_drafts_histogram spec_verify_ct to_finish tokenizer
             update_spec_correct_drafts_histogram"""
@@ -180,7 +160,7 @@ SYMBOLS: dict[str, Symbol] = {
     "ReqKvInfo": Symbol(
         "srt.managers.schedule_batch",
         "ReqKvInfo",
-        attributes=names("kv_allocated_len swa_evicted_seqlen"),
+        attributes=("kv_allocated_len",),
     ),
     "SamplingParams": Symbol(
         "srt.sampling.sampling_params",
@@ -190,30 +170,7 @@ SYMBOLS: dict[str, Symbol] = {
             repetition_penalty stop_token_ids structural_tag top_k top_p"""
         ),
     ),
-    "KVCacheConfigurator": Symbol(
-        "srt.mem_cache.kv_cache_configurator",
-        "KVCacheConfigurator",
-        attributes=names("is_draft_worker kv_cache_dtype model_dtype server_args spec_algorithm"),
-    ),
-    "DefaultPoolConfigurator": Symbol(
-        "srt.model_executor.pool_configurator",
-        "DefaultPoolConfigurator",
-        attributes=("_cell_size",),
-    ),
-    "HybridSWAPoolConfigurator": Symbol(
-        "srt.model_executor.pool_configurator",
-        "HybridSWAPoolConfigurator",
-        attributes=("_cell_size",),
-    ),
     # weight updates
-    **{
-        f"update_{source}": Symbol(
-            "srt.managers.tp_worker",
-            f"TpModelWorker.update_weights_from_{source}",
-            takes=("recv_req",),
-        )
-        for source in ("disk", "tensor", "distributed", "ipc")
-    },
     "join_update_group": Symbol(
         "srt.managers.tp_worker", "TpModelWorker.init_weights_update_group", takes=("recv_req",)
     ),

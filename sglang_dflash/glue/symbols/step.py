@@ -22,16 +22,6 @@ SYMBOLS: dict[str, Symbol] = {
         takes=names("num_correct_drafts_per_req batch_size"),
     ),
     # arguments that the scheduler passes to the worker that ours replaces
-    "worker_init": Symbol(
-        "srt.speculative.dflash_worker_v2",
-        "DFlashWorkerV2.__init__",
-        takes=names("server_args gpu_id ps nccl_port target_worker"),
-    ),
-    "worker_forward": Symbol(
-        "srt.speculative.dflash_worker_v2",
-        "DFlashWorkerV2.forward_batch_generation",
-        takes=names("batch on_publish grammar_barrier"),
-    ),
     "SpeculativeAlgorithm": Symbol(
         "srt.speculative.spec_info",
         "SpeculativeAlgorithm",
@@ -53,14 +43,6 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.speculative.dflash_info",
         "DFlashVerifyInput.prepare_for_verify",
         order=names("batch target_worker"),
-    ),
-    "build_draft_tp_worker": Symbol(
-        "srt.speculative.draft_worker_common",
-        "build_draft_tp_worker",
-        names(
-            """server_args gpu_id ps nccl_port target_model_config algo_label
-            attention_backend_override"""
-        ),
     ),
     "DraftWorkerBundle": Symbol(
         "srt.speculative.draft_worker_common",
@@ -90,8 +72,8 @@ SYMBOLS: dict[str, Symbol] = {
         "ModelRunner",
         attributes=names(
             """attn_backend capture_tail_hooks check_weights decode_cuda_graph_runner device dtype
-            forward model model_config req_to_token_pool sampler server_args token_to_kv_pool
-            _decode_cuda_graph_runner_cls"""
+            forward model model_config req_to_token_pool sampler server_args spec_algorithm
+            token_to_kv_pool _decode_cuda_graph_runner_cls"""
         ),
     ),
     "runner_forward": Symbol(
@@ -158,15 +140,11 @@ SYMBOLS: dict[str, Symbol] = {
             """batch_is_full device extend_lens forward_mode has_grammar input_embeds input_ids
             out_cache_loc prefix_lens req_pool_indices req_to_token_pool reqs return_logprob
             sampling_info seq_lens seq_lens_cpu seq_lens_sum spec_info token_ids_logprobs
-            token_to_kv_pool_allocator top_logprobs_nums tree_cache filter_batch maybe_evict_swa
-            _evict_swa"""
+            token_to_kv_pool_allocator top_logprobs_nums tree_cache filter_batch maybe_evict_swa"""
         ),
     ),
     "maybe_evict_swa": Symbol(
         "srt.managers.schedule_batch", "ScheduleBatch.maybe_evict_swa", takes=()
-    ),
-    "evict_swa": Symbol(
-        "srt.managers.schedule_batch", "ScheduleBatch._evict_swa", order=names("req pre_len")
     ),
     "ForwardBatch": Symbol(
         "srt.model_executor.forward_batch_info",
@@ -197,9 +175,6 @@ SYMBOLS: dict[str, Symbol] = {
         ),
         order=names("tree_cache req_to_token_pool"),
     ),
-    "alloc_reserve_per_decode": Symbol(
-        "srt.mem_cache.allocation_sizing", "get_alloc_reserve_per_decode", order=("server_args",)
-    ),
     "ReqToTokenPool": Symbol(
         "srt.mem_cache.memory_pool", "ReqToTokenPool", attributes=names("req_to_token size")
     ),
@@ -210,12 +185,6 @@ SYMBOLS: dict[str, Symbol] = {
     ),
     "BasePrefixCache": Symbol(
         "srt.mem_cache.base_prefix_cache", "BasePrefixCache", attributes=("supports_swa",)
-    ),
-    "SWAChunkCache": Symbol(
-        "srt.mem_cache.chunk_cache", "SWAChunkCache", attributes=("sliding_window_size",)
-    ),
-    "SWARadixCache": Symbol(
-        "srt.mem_cache.swa_radix_cache", "SWARadixCache", attributes=("sliding_window_size",)
     ),
     "KVWriteLoc": Symbol("srt.mem_cache.memory_pool", "KVWriteLoc", order=names("loc swa_loc")),
     "MHATokenToKVPool": Symbol(

@@ -1,0 +1,147 @@
+"""What only SGLang 0.5.23 has, or has in this form."""
+
+from __future__ import annotations
+
+from sglang_dflash.glue.contract import Symbol, names
+
+WEIGHT_UPDATER = "srt.managers.scheduler_components.weight_updater"
+
+# attributes beyond those in the other tables, by symbol
+ALSO: dict[str, tuple[str, ...]] = {
+    "MergedColumnParallelLinear": ("tp_group",),
+    "ModelRunner": ("kv_index_translator",),
+    "ParallelContext": ("dp_rank",),
+    "ReqKvInfo": names("kv_committed_len req_pool_idx"),
+    "RowParallelLinear": ("tp_group",),
+    "ServerArgs": names("attn_cp_size enable_unified_memory"),
+    "TritonAttnBackend": ("kv_index_translator",),
+}
+
+SYMBOLS: dict[str, Symbol] = {
+    # arguments
+    "ResolvingConfig": Symbol("srt.arg_groups.overrides", "ResolvingConfig"),
+    "resolving_view": Symbol("srt.arg_groups.overrides", "resolving_view", order=("server_args",)),
+    "record_of": Symbol("srt.arg_groups.overrides", "record_of", order=("view",)),
+    "declare_resolution": Symbol(
+        "srt.arg_groups.overrides", "declare_resolution", order=names("server_args source")
+    ),
+    "model_config_of": Symbol(
+        "srt.arg_groups.overrides", "model_config_of", order=("server_args",)
+    ),
+    # a set of (phase, key) that the user gave
+    "cuda_graph_locks": Symbol(
+        "srt.arg_groups.cuda_graph_hook",
+        "parse_cuda_graph_config",
+        sets=("server_args._cuda_graph_config_locked",),
+    ),
+    "ParallelFields": Symbol("srt.arg_groups.fields.parallel", "Parallel", attributes=("tp_size",)),
+    "model_source_paths": Symbol(
+        "srt.arg_groups.model_path_hook", "handle_model_source_paths", takes=("server_args",)
+    ),
+    "resolve_once": Symbol("srt.server_args", "ServerArgs.resolve_once", takes=()),
+    # memory
+    "row_headroom": Symbol(
+        "srt.mem_cache.allocation_sizing", "get_req_to_token_extra_context_len", takes=()
+    ),
+    "alloc_reserve_per_decode": Symbol(
+        "srt.mem_cache.allocation_sizing", "get_alloc_reserve_per_decode", takes=()
+    ),
+    "KVIndexTranslator": Symbol(
+        "srt.mem_cache.kv_index_translator", "KVIndexTranslator", attributes=("is_translating",)
+    ),
+    "own_plan": Symbol(
+        "srt.mem_cache.kv_index_translator",
+        "KVIndexTranslator.own_plan",
+        order=("forward_batch",),
+    ),
+    "KVLocPlan": Symbol("srt.mem_cache.kv_loc_plan", "KVLocPlan", attributes=("bind",)),
+    "bind_plan": Symbol("srt.mem_cache.kv_loc_plan", "KVLocPlan.bind", order=names("batch reader")),
+    # worker
+    "worker_init": Symbol(
+        "srt.speculative.dflash_worker_v2",
+        "DFlashWorkerV2.__init__",
+        takes=names("server_args gpu_id nccl_port target_worker"),
+    ),
+    "worker_forward": Symbol(
+        "srt.speculative.dflash_worker_v2",
+        "DFlashWorkerV2.forward_batch_generation",
+        takes=names("batch on_publish grammar_barrier pp_proxy_tensors"),
+    ),
+    "build_draft_tp_worker": Symbol(
+        "srt.speculative.draft_worker_common",
+        "build_draft_tp_worker",
+        names(
+            """server_args gpu_id nccl_port target_model_config algo_label
+            attention_backend_override"""
+        ),
+    ),
+    "weight_update_runners": Symbol(
+        "srt.speculative.base_spec_worker", "BaseSpecWorker.weight_update_runners", takes=()
+    ),
+    # weight updates
+    **{
+        f"scheduler_update_{source}": Symbol(
+            WEIGHT_UPDATER,
+            f"SchedulerWeightUpdaterManager.update_weights_from_{source}",
+            takes=("recv_req",),
+        )
+        for source in ("disk", "tensor", "distributed", "ipc")
+    },
+    "scheduler_update_end": Symbol(
+        WEIGHT_UPDATER, "SchedulerWeightUpdaterManager.end_weight_update", takes=("recv_req",)
+    ),
+    "SchedulerWeightUpdater": Symbol(
+        WEIGHT_UPDATER,
+        "SchedulerWeightUpdaterManager",
+        attributes=names("draft_worker tp_worker _session"),
+    ),
+    **{
+        f"answer_{source}": Symbol("srt.managers.io_struct", kind, names("success message"))
+        for source, kind in (
+            ("disk", "UpdateWeightFromDiskReqOutput"),
+            ("tensor", "UpdateWeightsFromTensorReqOutput"),
+            ("distributed", "UpdateWeightsFromDistributedReqOutput"),
+            ("ipc", "UpdateWeightsFromIPCReqOutput"),
+        )
+    },
+    # attention, layers, head
+    "triton_verify_buffers": Symbol(
+        "srt.layers.attention.triton_backend",
+        "TritonAttnBackend._update_target_verify_buffers",
+        takes=names("plan bs seq_lens spec_info req_pool_indices"),
+    ),
+    "get_group_rank_size": Symbol("srt.distributed.utils", "get_group_rank_size", order=("group",)),
+    "capture_features": Symbol(
+        "srt.layers.aux_hidden_states",
+        "AuxHiddenStateList.capture",
+        ("owned",),
+        order=("hidden",),
+    ),
+    "residual_is_written": Symbol(
+        "srt.layers.layer_boundary.residual.batch",
+        "set_written",
+        order=names("hidden_states forward_batch"),
+    ),
+    "compute_lm_head": Symbol(
+        "srt.layers.logits_processor",
+        "LogitsProcessor._compute_lm_head",
+        takes=names("hidden_states lm_head embedding_bias out"),
+    ),
+    # without a GPU
+    "add_deterministic_choices": Symbol(
+        "srt.server_args", "add_deterministic_attention_backend_choices", order=("iterable",)
+    ),
+    "add_radix_deterministic_choices": Symbol(
+        "srt.server_args",
+        "add_radix_supported_deterministic_attention_backend_choices",
+        order=("iterable",),
+    ),
+    "model_hook": Symbol("srt.arg_groups", "model_hook"),
+    "model_hook_backends": Symbol("srt.arg_groups.model_hook", "attention_backends_of"),
+    "model_specific_adjustments": Symbol(
+        "srt.arg_groups.model_hook",
+        "handle_model_specific_adjustments",
+        takes=("server_args",),
+        calls=("attention_backends_of(resolved_view(server_args))",),
+    ),
+}
