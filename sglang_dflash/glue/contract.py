@@ -21,6 +21,7 @@ class Symbol:
     """An SGLang symbol, and the parts of it that we rely on."""
 
     module: str
+    # empty for the module itself
     attr: str
     # parameters that we pass by keyword, or fields of a dataclass
     uses: tuple[str, ...] = ()
@@ -38,7 +39,7 @@ class Symbol:
 
     @property
     def dotted(self) -> str:
-        return f"sglang.{self.module}.{self.attr}"
+        return f"sglang.{self.module}.{self.attr}".removesuffix(".")
 
     @property
     def known(self) -> set[str]:
@@ -48,7 +49,7 @@ class Symbol:
 
     def resolve(self) -> Any:
         found = importlib.import_module(f"sglang.{self.module}")
-        for part in self.attr.split("."):
+        for part in self.attr.split(".") if self.attr else ():
             found = getattr(found, part)
         return found
 

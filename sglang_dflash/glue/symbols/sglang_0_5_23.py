@@ -136,7 +136,7 @@ SYMBOLS: dict[str, Symbol] = {
         "add_radix_supported_deterministic_attention_backend_choices",
         order=("iterable",),
     ),
-    "model_hook": Symbol("srt.arg_groups", "model_hook"),
+    "model_hook": Symbol("srt.arg_groups.model_hook", ""),
     "model_hook_backends": Symbol("srt.arg_groups.model_hook", "attention_backends_of"),
     "model_specific_adjustments": Symbol(
         "srt.arg_groups.model_hook",
