@@ -22,6 +22,11 @@ def main(arguments: list[str] | None = None) -> int:
     doctor.add_argument(
         "--gpu-memory-gb", type=float, help="plan for a card of this size, not the local one"
     )
+    doctor.add_argument(
+        "--contract",
+        action="store_true",
+        help="print all that is used of SGLang, and what the installed release has moved",
+    )
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
     serve = commands.add_parser(
@@ -31,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         "sglang.launch_server --help",
     )
     add_pair_options(serve)
-    serve.set_defaults(gpu_memory_gb=None)
+    serve.set_defaults(gpu_memory_gb=None, contract=False)
 
     report = commands.add_parser("report", help="live acceptance of a running server")
     report.add_argument("--url", default="http://127.0.0.1:30000")

@@ -43,6 +43,8 @@ class Finding:
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Print the findings; return 1 if one of them blocks startup."""
+    if options.contract:
+        return print_contract(as_json=options.json)
     findings = look_at_installation()
     plan = None
     if options.model_path or options.speculative_draft_model_path:
@@ -62,6 +64,23 @@ def run_doctor(options: argparse.Namespace) -> int:
             print(f"  {name}: {value}")
         print(f"\nlaunch\n  {plan['launch']}")
     return int(blocked)
+
+
+def print_contract(*, as_json: bool) -> int:
+    """Print what we rely on in SGLang, and what of it the installed release has moved; return 1 if
+    it has moved anything."""
+    installed, judged_as = release.installed(), release.judged_as()
+    moved = compat.what_moved()
+    if as_json:
+        print(json.dumps({"sglang": installed, "contract": judged_as, "moved": moved}, indent=1))
+        return int(any(moved.values()))
+    for name, symbol in compat.SYMBOLS.items():
+        state = "ok" if moved[name] is None else "bad"
+        parts = f" ({symbol.relied_on})" if symbol.relied_on else ""
+        print(f"{state:4s}  {name}: {moved[name] or symbol.dotted + parts}")
+    count = sum(each is not None for each in moved.values())
+    print(f"\nSGLang {installed} has moved {count} of {len(moved)} symbols of {judged_as}.")
+    return int(count > 0)
 
 
 def look_at_installation() -> list[Finding]:

@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from sglang_dflash.glue import release, symbols
+from sglang_dflash.glue.contract import Symbol
 
 # of the installed release; of the newest that we serve if the installed one is another
 SYMBOLS = symbols.of(release.judged_as())
@@ -29,13 +30,17 @@ def registered_plugins() -> list[str]:
 
 def broken() -> list[str]:
     """Return one line for each symbol that the installed SGLang no longer offers as we use it."""
-    lines = []
-    for name, symbol in SYMBOLS.items():
-        try:
-            lost = symbol.lost()
-        except (ImportError, AttributeError) as error:
-            lines.append(f"{name}: {symbol.dotted} is gone ({error})")
-            continue
-        if lost:
-            lines.append(f"{name}: {symbol.dotted} lost {', '.join(lost)}")
-    return lines
+    return [f"{name}: {moved}" for name, moved in what_moved().items() if moved is not None]
+
+
+def what_moved() -> dict[str, str | None]:
+    """Return what the installed SGLang has changed of each symbol; None if nothing."""
+    return {name: _what_moved(symbol) for name, symbol in SYMBOLS.items()}
+
+
+def _what_moved(symbol: Symbol) -> str | None:
+    try:
+        lost = symbol.lost()
+    except (ImportError, AttributeError) as error:
+        return f"{symbol.dotted} is gone ({error})"
+    return f"{symbol.dotted} lost {', '.join(lost)}" if lost else None

@@ -47,6 +47,20 @@ class Symbol:
         others = {part.rpartition(".")[2] for part in self.sets}
         return {*self.uses, *self.attributes, *self.order, *(self.takes or ()), *others}
 
+    @property
+    def relied_on(self) -> str:
+        """What we rely on, in one line; empty if only on its being there."""
+        kinds = {
+            "keywords": self.uses,
+            "attributes": self.attributes,
+            "first parameters": self.order,
+            "parameters": self.takes or (),
+            "calls": self.calls,
+            "results": self.returns,
+            "sets": self.sets,
+        }
+        return "; ".join(f"{kind} {', '.join(parts)}" for kind, parts in kinds.items() if parts)
+
     def resolve(self) -> Any:
         found = importlib.import_module(f"sglang.{self.module}")
         for part in self.attr.split(".") if self.attr else ():

@@ -95,6 +95,36 @@ def test_contract_knows_fields_methods_and_buffers(monkeypatch: pytest.MonkeyPat
     assert compat.broken() == []
 
 
+def test_contract_lists_results_and_assignments_that_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pair that became one tensor would be taken apart along its rows."""
+    pair = "(output, output_bias)"
+    symbols = {
+        "a": Symbol("srt.layers.linear", "RowParallelLinear.forward", returns=(pair, "output")),
+        "b": Symbol("srt.layers.linear", "RowParallelLinear.forward", sets=("self.nonsense",)),
+    }
+    monkeypatch.setattr(compat, "SYMBOLS", symbols)
+    assert compat.broken() == [
+        "a: sglang.srt.layers.linear.RowParallelLinear.forward lost the result output",
+        "b: sglang.srt.layers.linear.RowParallelLinear.forward lost what it sets, self.nonsense",
+    ]
+
+
+def test_a_hooked_function_is_judged_by_its_own_source() -> None:
+    """Ours stands around it by now."""
+    hooked = compat.SYMBOLS["model_specific_adjustments"]
+    assert hooked.dotted in compat.HookRegistry._patched
+    assert hooked.lost() == []
+
+
+def test_a_symbol_may_be_a_module() -> None:
+    module = Symbol("srt.layers.linear", "")
+    assert module.dotted == "sglang.srt.layers.linear"
+    assert module.resolve().__name__ == module.dotted
+    assert module.lost() == []
+
+
 def test_unknown_symbol_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="compat has no SGLang symbol 'nonsense'"):
         _ = compat.nonsense

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from sglang_dflash.__main__ import main
+from sglang_dflash.glue import compat, release
+from sglang_dflash.glue.contract import Symbol
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ROOT
 from tests.tiny_models import write_hybrid_config
@@ -176,3 +178,27 @@ def test_weights_that_are_not_here_are_counted_from_the_config(
     # the quantised size is unknown until the model is loaded
     assert main(["doctor", *pair, "--gpu-memory-gb", "16", "--quantization", "fp8"]) == 0
     assert "not checked" in capsys.readouterr().out
+
+
+def test_the_contract_is_printed_with_what_moved(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a release that is not served, this is the list of what a port has to change."""
+    assert main(["doctor", "--contract"]) == 0
+    told = capsys.readouterr().out
+    installed = release.installed()
+    last = f"SGLang {installed} has moved 0 of {len(compat.SYMBOLS)} symbols of {installed}.\n"
+    assert told.endswith(last)
+    assert "bad " not in told
+    line = "ok    logit_capping_mod: sglang.srt.layers.attention.triton_backend.logit_capping_mod "
+    assert line + "(first parameters logit_capping_method, logit_cap)\n" in told
+    monkeypatch.setattr(release, "installed", lambda: "0.5.99")
+    gone = Symbol("srt.layers.linear", "TritonLinear")
+    monkeypatch.setattr(compat, "SYMBOLS", {"kept": Symbol("srt.layers.linear", ""), "gone": gone})
+    assert main(["doctor", "--contract"]) == 1
+    told = capsys.readouterr().out
+    assert "ok    kept: sglang.srt.layers.linear\n" in told
+    assert "bad   gone: sglang.srt.layers.linear.TritonLinear is gone" in told
+    assert told.endswith("SGLang 0.5.99 has moved 1 of 2 symbols of 0.5.23.\n")
+    assert main(["doctor", "--contract", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["moved"]["kept"] is None

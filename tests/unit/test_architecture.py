@@ -105,7 +105,7 @@ GLUE_ALLOWED: dict[str, set[str]] = {
     "release": set(),
     "contract": set(),
     "symbols": {"contract", "symbols"},
-    "compat": {"release", "symbols"},
+    "compat": {"contract", "release", "symbols"},
     # what differs between releases
     "seams": {"compat", "release", "seams"},
     "changes": {"compat", "release", "seams"},

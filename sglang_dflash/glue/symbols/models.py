@@ -10,6 +10,9 @@ SYMBOLS: dict[str, Symbol] = {
     "ModelRegistry_kind": Symbol(
         "srt.models.registry", "_ModelRegistry", attributes=names("models resolve_model_cls")
     ),
+    "resolve_model_cls": Symbol(
+        "srt.models.registry", "_ModelRegistry.resolve_model_cls", returns=("(model_cls, arch)",)
+    ),
     "default_weight_loader": Symbol(
         "srt.model_loader.weight_utils",
         "default_weight_loader",
@@ -42,6 +45,16 @@ SYMBOLS: dict[str, Symbol] = {
         attributes=("quant_method",),
         order=names("input_size output_sizes"),
     ),
+    # a product comes with the bias that is left to add
+    "row_parallel_forward": Symbol(
+        "srt.layers.linear", "RowParallelLinear.forward", returns=("(output, output_bias)",)
+    ),
+    "column_parallel_forward": Symbol(
+        "srt.layers.linear", "ColumnParallelLinear.forward", returns=("(output, output_bias)",)
+    ),
+    "norm_forward": Symbol(
+        "srt.layers.layernorm", "RMSNorm.forward_native", returns=names("x") + ("(x, residual)",)
+    ),
     "get_rope": Symbol(
         "srt.layers.rotary_embedding",
         "get_rope",
@@ -55,6 +68,7 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.layers.rotary_embedding.base",
         "RotaryEmbedding.forward_native",
         order=names("positions query key"),
+        returns=("(query, key)",),
     ),
     "RadixAttention": Symbol(
         "srt.layers.radix_attention",

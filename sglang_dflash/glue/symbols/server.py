@@ -45,7 +45,10 @@ SYMBOLS: dict[str, Symbol] = {
     "Engine": Symbol("srt.entrypoints.engine", "Engine", attributes=names("generate shutdown")),
     "resolved_view": Symbol("srt.arg_groups.overrides", "resolved_view", order=("server_args",)),
     "attention_backends_of": Symbol(
-        "srt.arg_groups.overrides", "attention_backends_of", order=("cfg",)
+        "srt.arg_groups.overrides",
+        "attention_backends_of",
+        order=("cfg",),
+        returns=("(prefill, decode)",),
     ),
     "get_config": Symbol(
         "srt.utils.hf_transformers_utils",
@@ -172,7 +175,10 @@ SYMBOLS: dict[str, Symbol] = {
     ),
     # weight updates
     "join_update_group": Symbol(
-        "srt.managers.tp_worker", "TpModelWorker.init_weights_update_group", takes=("recv_req",)
+        "srt.managers.tp_worker",
+        "TpModelWorker.init_weights_update_group",
+        takes=("recv_req",),
+        returns=("(success, message)",),
     ),
     **{
         f"request_{source}": Symbol(

@@ -57,6 +57,7 @@ SYMBOLS: dict[str, Symbol] = {
             "srt.managers.tp_worker",
             f"TpModelWorker.update_weights_from_{source}",
             takes=("recv_req",),
+            returns=("(success, message)",),
         )
         for source in ("disk", "tensor", "distributed", "ipc")
     },
@@ -94,6 +95,11 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.layers.attention.triton_backend",
         "TritonAttnBackend._update_target_verify_buffers",
         takes=names("bs seq_lens req_pool_indices spec_info"),
+    ),
+    "gemma4_layer_result": Symbol(
+        "srt.models.gemma4_causal",
+        "Gemma4DecoderLayer.forward",
+        returns=("(hidden_states, None)",),
     ),
     "compute_lm_head": Symbol(
         "srt.layers.logits_processor",

@@ -11,9 +11,10 @@ ALSO: dict[str, tuple[str, ...]] = {
     "MergedColumnParallelLinear": ("tp_group",),
     "ModelRunner": ("kv_index_translator",),
     "ParallelContext": ("dp_rank",),
+    "Req": names("eos_token_ids return_sampling_mask"),
     "ReqKvInfo": names("kv_committed_len req_pool_idx"),
     "RowParallelLinear": ("tp_group",),
-    "ServerArgs": names("attn_cp_size enable_unified_memory"),
+    "ServerArgs": names("attn_cp_size attn_dp_size enable_unified_memory enable_watermark"),
     "TritonAttnBackend": ("kv_index_translator",),
 }
 
@@ -110,12 +111,32 @@ SYMBOLS: dict[str, Symbol] = {
         "TritonAttnBackend._update_target_verify_buffers",
         takes=names("plan bs seq_lens spec_info req_pool_indices"),
     ),
-    "get_group_rank_size": Symbol("srt.distributed.utils", "get_group_rank_size", order=("group",)),
+    "get_group_rank_size": Symbol(
+        "srt.distributed.utils",
+        "get_group_rank_size",
+        order=("group",),
+        returns=("(0, 1) if group is None else (group.rank_in_group, group.world_size)",),
+    ),
     "capture_features": Symbol(
         "srt.layers.aux_hidden_states",
         "AuxHiddenStateList.capture",
         ("owned",),
         order=("hidden",),
+    ),
+    # the stream that `residual_is_written` leaves
+    "gemma4_layer_result": Symbol(
+        "srt.models.gemma4_causal",
+        "Gemma4DecoderLayer.forward",
+        ("capture_output",),
+        returns=("self.ffn_boundary.finish(hidden_states, forward_batch)",),
+    ),
+    "gemma4_stages": Symbol(
+        "srt.models.gemma4_causal",
+        "Gemma4DecoderLayer.stage_facts",
+        calls=(
+            "declare_ffn(sparse=enable_moe_block, next_layer_sparse=enable_moe_block, "
+            "update=REPLACE_AT_EXIT)",
+        ),
     ),
     "residual_is_written": Symbol(
         "srt.layers.layer_boundary.residual.batch",

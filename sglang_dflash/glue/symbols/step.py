@@ -43,6 +43,7 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.speculative.dflash_info",
         "DFlashVerifyInput.prepare_for_verify",
         order=names("batch target_worker"),
+        returns=("(verify_forward_batch, can_run_cuda_graph)",),
     ),
     "DraftWorkerBundle": Symbol(
         "srt.speculative.draft_worker_common",
@@ -226,6 +227,7 @@ SYMBOLS: dict[str, Symbol] = {
             """logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs
             positions"""
         ),
+        returns=("batch_next_token_ids",),
     ),
     "LogitsProcessorOutput": Symbol(
         "srt.layers.logits_processor",
