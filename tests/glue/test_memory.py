@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import compat, seams
 from sglang_dflash.glue.startup import memory
+from sglang_dflash.glue.startup.server_args import read_drafter
 
 
 def server_args(**changes: Any) -> Any:
@@ -27,15 +28,27 @@ def server_args(**changes: Any) -> Any:
 def test_slot_table_rows_hold_the_two_blocks_a_step_reserves(page_size: int) -> None:
     """Without the headroom, a request near the context length writes into its neighbour's row."""
     from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_context_len
+    from sglang.srt.runtime_context import get_context
 
-    headroom = get_req_to_token_extra_context_len(server_args(page_size=page_size))
+    asked = {
+        "speculative_algorithm": "DFLASH",
+        "speculative_num_steps": 1,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 16,
+        "page_size": page_size,
+    }
+    with get_context().override_server_args(**asked) as args:
+        # releases differ in whether they pass the arguments
+        given = (args,) * len(compat.SYMBOLS["row_headroom"].takes or ())
+        headroom = get_req_to_token_extra_context_len(*given)
     context_len = 1000
     furthest = -(-(context_len + 32) // page_size) * page_size
     assert context_len + headroom >= furthest
 
 
 def test_headroom_of_other_algorithms_is_left_alone() -> None:
-    assert memory.row_headroom(lambda args: 20, server_args(speculative_algorithm="EAGLE")) == 20
+    args = server_args(speculative_algorithm="EAGLE")
+    assert memory.row_headroom(lambda _args: 20, args) == 20
 
 
 def kv_cache_config(algorithm: str, draft_path: Any) -> Any:
@@ -73,6 +86,35 @@ def kv_cache_config(algorithm: str, draft_path: Any) -> Any:
     )
 
 
+budgeted_by_us = pytest.mark.skipif(
+    "swa_pool_init" not in compat.SYMBOLS, reason="this SGLang budgets the draft KV itself"
+)
+
+
+@pytest.mark.skipif("swa_pool_init" in compat.SYMBOLS, reason="this SGLang needs our budget")
+def test_sglangs_own_budget_is_ours_byte_for_byte(models: Any) -> None:
+    """It reads the drafter's geometry from the config, too; a difference would be lost memory."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.speculative.dflash_utils import dflash_draft_cell_size_per_token
+
+    path = str(models / "drafter")
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        found = dflash_draft_cell_size_per_token(
+            draft_model_config=ModelConfig(model_path=path, is_draft_model=True),
+            draft_num_layers=2,
+            draft_kv_cache_dtype=dtype,
+            tp_size=1,
+        )
+        args = server_args(
+            speculative_draft_model_path=path,
+            speculative_draft_model_revision=None,
+            trust_remote_code=False,
+            json_model_override_args="{}",
+        )
+        drafter = read_drafter(seams.settings(args))
+        assert found == drafter.kv_bytes_per_token(element_size=dtype.itemsize, tp_size=1)
+
+
 @pytest.fixture
 def single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     import sglang.srt.model_executor.pool_configurator as configurators
@@ -82,6 +124,7 @@ def single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compat.__dict__, "get_parallel", lambda: rank)
 
 
+@budgeted_by_us
 def test_hybrid_target_budgets_the_draft_kv_byte_for_byte(models: Any, single_rank: None) -> None:
     """SGLang 0.5.17 ignores the drafter here, and the pool exceeds its memory budget."""
     from sglang.srt.model_executor.pool_configurator import HybridSWAPoolConfigurator
@@ -92,6 +135,7 @@ def test_hybrid_target_budgets_the_draft_kv_byte_for_byte(models: Any, single_ra
     assert with_drafter._cell_size - plain._cell_size == layers * 2 * kv_heads * head_dim * element
 
 
+@budgeted_by_us
 def test_fa4_draft_keeps_model_dtype_beside_an_fp8_target(models: Any, single_rank: None) -> None:
     kvc = kv_cache_config("DFLASH", str(models / "drafter"))
     kvc.kv_cache_dtype = torch.float8_e4m3fn

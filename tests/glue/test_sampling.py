@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_dflash.glue import release, seams
 from sglang_dflash.glue.sampling.grammar_mask import mask_rows
 from sglang_dflash.glue.sampling.penalties import PenaltyTable
 from sglang_dflash.glue.sampling.refusals import refuse_request
@@ -29,6 +30,8 @@ def make_req(row: int, *, prompt: int = 5, output: tuple[int, ...] = (), **param
     }
     return SimpleNamespace(
         req_pool_idx=row,
+        kv=SimpleNamespace(req_pool_idx=row),
+        eos_token_ids={11},
         origin_input_ids=[1] * prompt,
         output_ids=list(output),
         sampling_params=SimpleNamespace(**defaults | params),
@@ -176,6 +179,14 @@ def test_each_row_allows_what_the_grammar_allows_after_its_drafts() -> None:
     assert [g.taken for g in grammars if g] == [[2], [5], [1]]
 
 
+@pytest.fixture(autouse=True)
+def half_precision(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A target in bfloat16."""
+    target = SimpleNamespace(dtype=torch.bfloat16)
+    monkeypatch.setattr(seams, "model_config", lambda _server_args: target)
+    return target
+
+
 def refusal(*, overlap: bool = False, server: dict[str, Any] | None = None, **asked: Any) -> Any:
     params = {
         "json_schema": None,
@@ -186,6 +197,7 @@ def refusal(*, overlap: bool = False, server: dict[str, Any] | None = None, **as
     }
     req = SimpleNamespace(
         return_hidden_states=asked.pop("return_hidden_states", False),
+        return_sampling_mask=asked.pop("return_sampling_mask", False),
         custom_logit_processor=asked.pop("custom_logit_processor", None),
         input_embeds=asked.pop("input_embeds", None),
         sampling_params=SimpleNamespace(**params | asked),
@@ -193,7 +205,6 @@ def refusal(*, overlap: bool = False, server: dict[str, Any] | None = None, **as
     settings = {
         "grammar_backend": "xgrammar",
         "enable_deterministic_inference": False,
-        "get_model_config": lambda: SimpleNamespace(dtype=torch.bfloat16),
     }
     return refuse_request(req, SimpleNamespace(**settings | (server or {})), enable_overlap=overlap)
 
@@ -217,20 +228,24 @@ def refusal(*, overlap: bool = False, server: dict[str, Any] | None = None, **as
             {"min_p": 0.1, "server": {"enable_deterministic_inference": True}},
             "min_p exactly: SGLang's seeded sampler has no min_p",
         ),
-        (
-            {
-                "input_embeds": [[0.5]],
-                "server": {"get_model_config": lambda: SimpleNamespace(dtype=torch.float16)},
-            },
-            "a target in torch.float16 cannot use.* without DFLASH, or start the server "
-            "with --dtype bfloat16",
-        ),
     ],
 )
 def test_what_cannot_be_exact_is_refused_with_a_reason(asked: dict[str, Any], message: str) -> None:
     found = refusal(**asked)
     assert found is not None and found.startswith("DFLASH cannot serve")
     assert re.search(message, found), found
+
+
+def test_embeddings_need_the_dtype_that_sglang_gives_them(half_precision: Any) -> None:
+    half_precision.dtype = torch.float16
+    message = "a target in torch.float16 cannot use.* without DFLASH, or start the server with "
+    assert re.search(message + "--dtype bfloat16", refusal(input_embeds=[[0.5]]))
+
+
+def test_masks_are_refused_where_sglang_would_promise_them() -> None:
+    found = refusal(return_sampling_mask=True)
+    assert (found is not None) == (release.installed() != "0.5.17")
+    assert found is None or "the masks of a block's rows are not kept" in found
 
 
 def test_everything_else_is_served() -> None:
@@ -244,13 +259,14 @@ def test_seeded_noise_is_sglangs_own() -> None:
     """The CPU stand-in against SGLang's kernel in Triton's interpreter."""
     code = """
 import torch
-from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32
+from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32_kernel
 from sglang_dflash.glue.cpu.sampling import _murmur_hash32
 seed = torch.tensor([0, 42, 2**40 + 3, 2**62 - 5], dtype=torch.uint64)
 positions, columns = torch.tensor([0, 7, 100000, 31]), torch.arange(1500)
-one = murmur_hash32(seed, positions, columns)
+one = torch.empty(4, 1500, dtype=torch.uint32)
+murmur_hash32_kernel[4, 2](seed, positions, columns, one, 4, 1500, BLOCK_SIZE=1024)
 two = _murmur_hash32(None, seed, positions, columns)
-assert one.dtype == two.dtype == torch.uint32
+assert two.dtype == torch.uint32
 assert torch.equal(one.long(), two.long())
 """
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

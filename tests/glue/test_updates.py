@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_dflash.glue import compat
-from sglang_dflash.glue.models.weight_updates import SOURCES, TargetUpdates
+from sglang_dflash.glue import compat, seams
+from sglang_dflash.glue.models.weight_updates import SOURCES, TargetUpdates, guard_in_scheduler
+from sglang_dflash.glue.plugin import hooks
 
 
 class Batch:
@@ -61,18 +62,20 @@ class Worker:
             model=self.model, decode_cuda_graph_runner=graph, check_weights=None
         )
         self.init_weights_update_group = None
-        for source in SOURCES:
-            setattr(self, f"update_weights_from_{source}", lambda _: self._update(in_place))
-        updates = TargetUpdates(self, SimpleNamespace())
+        self._in_place = in_place
+        for name in seams.UPDATES:
+            setattr(self, name, self.update)
+        self.updates = TargetUpdates(self, SimpleNamespace())
         self.scheduler = scheduler or Scheduler(Batch())
-        updates.meet(self.scheduler)
+        self.updates.meet(self.scheduler)
 
-    def _update(self, in_place: bool) -> tuple[bool, str]:
-        if in_place:
+    def update(self, request: Any) -> Any:
+        """Update as SGLang does, and answer as it does."""
+        if self._in_place:
             self.model.weight.data.zero_()
         else:
             self.model.weight = nn.Parameter(torch.zeros(4, 4))
-        return True, "Success"
+        return seams.answer_to(request, True, "Success")
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +83,41 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "get_tp_group", lambda: SimpleNamespace(world_size=1))
 
 
+REQUESTS = {
+    "disk": {"model_path": "somewhere"},
+    "tensor": {"serialized_named_tensors": []},
+    "distributed": {"names": [], "dtypes": [], "shapes": []},
+    "ipc": {"zmq_handles": {}},
+}
+
+
 def update(worker: Any, source: str = "disk") -> tuple[bool, str]:
-    request = SimpleNamespace(flush_cache=True, torch_empty_cache=False)
-    return getattr(worker, f"update_weights_from_{source}")(request)
+    request = getattr(compat, f"request_{source}")(**REQUESTS[source])
+    return seams.result_of(worker.updates.guard(worker.update, request))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_of_updates_is_guarded(source: str) -> None:
+    """An unguarded one would leave packed weights and a router's scale as they were."""
+    worker = Worker(in_place=True, graph=None)
+    name = f"update_weights_from_{source}"
+    if name in seams.UPDATES:
+        assert getattr(worker, name).func == worker.updates.guard
+    else:
+        assert hooks()[f"scheduler_update_{source}"].function is guard_in_scheduler
+        assert compat.SYMBOLS[f"scheduler_update_{source}"].dotted in compat.HookRegistry._patched
+
+
+@pytest.mark.skipif(bool(seams.UPDATES), reason="this SGLang has no sessions of updates")
+@pytest.mark.parametrize(("source", "is_guarded"), [("disk", True), ("tensor", False)])
+def test_an_update_outside_a_session_is_sglangs_to_refuse(source: str, is_guarded: bool) -> None:
+    """Our message would say that some weights may be new."""
+    worker = Worker(in_place=True, graph=None)
+    worker.model_runner.spec_algorithm = compat.SpeculativeAlgorithm.DFLASH
+    updater = SimpleNamespace(tp_worker=worker, draft_worker=worker, _session=None)
+    request = getattr(compat, f"request_{source}")(**REQUESTS[source])
+    answer = guard_in_scheduler(lambda _updater, asked: worker.update(asked), updater, request)
+    assert ("The drafter keeps its own" in answer.message) == is_guarded
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -115,6 +115,11 @@ class TargetUpdates:
                 "DFLASH does not recapture CUDA graphs (recapture_cuda_graph=true). Nothing was "
                 "updated. Drop it: weights are replaced in place, where captured graphs read them."
             )
+        if getattr(recv_req, "selector", "all") == "draft":
+            return (
+                "DFLASH does not update drafters (selector=draft). Nothing was updated. Restart "
+                "the server with another --speculative-draft-model-path."
+            )
         if not recv_req.flush_cache:
             return None
         self._drain_finished()

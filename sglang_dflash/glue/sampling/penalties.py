@@ -172,6 +172,7 @@ def _stop_penalties(reqs: Sequence[Any], vocab_size: int, device: Any) -> Tensor
         tokenizer = req.tokenizer
         ends = set(req.sampling_params.stop_token_ids or ())
         ends |= set(tokenizer.additional_stop_token_ids or ())
+        ends |= seams.also_ends(req)
         if tokenizer.eos_token_id is not None:
             ends.add(tokenizer.eos_token_id)
         found[i, [token for token in ends if token < vocab_size]] = float("-inf")

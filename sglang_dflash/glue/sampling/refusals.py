@@ -28,6 +28,8 @@ def refuse_request(req: Any, server_args: Any, *, enable_overlap: bool) -> str |
         return _refusal(
             "return_hidden_states", "a block's hidden states feed the drafter and are then dropped"
         )
+    if seams.offers_sampling_masks(req):
+        return _refusal("return_sampling_mask", "the masks of a block's rows are not kept")
     if req.custom_logit_processor is not None and enable_overlap:
         return _refusal(
             "custom_logit_processor",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from torch import Tensor
@@ -64,7 +64,7 @@ def dp_rank(scheduler: Any) -> int:
 # weight updates
 
 # methods of the target's worker that update its weights
-UPDATES = tuple(
+UPDATES: tuple[str, ...] = tuple(
     f"update_weights_from_{source}" for source in ("disk", "tensor", "distributed", "ipc")
 )
 
@@ -94,6 +94,17 @@ def row_of(req: Any) -> int:
 
 def committed_len(req: Any) -> int:
     return req.kv_committed_len
+
+
+def also_ends(req: Any) -> Set[int]:
+    """Return what `min_new_tokens` holds back beside the request's and the tokenizer's tokens."""
+    return set()
+
+
+def offers_sampling_masks(req: Any) -> bool:
+    """Return whether a request asks for masks that SGLang would serve beside a drafter; this one
+    refuses itself."""
+    return False
 
 
 def free_left_windows(batch: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +34,8 @@ def also_refused(server_args: Any) -> dict[str, bool]:
     calls it, and whether it was asked for."""
     return {
         "--enable-unified-memory, which moves KV to other slots": server_args.enable_unified_memory,
+        "--enable-watermark, whose sampler our kernels do not have": server_args.enable_watermark,
+        f"DP attention (--attn-dp-size {server_args.attn_dp_size})": server_args.attn_dp_size != 1,
         f"attention context parallelism (--attn-cp-size {server_args.attn_cp_size})": (
             server_args.attn_cp_size != 1
         ),
@@ -97,6 +99,16 @@ def row_of(req: Any) -> int:
 
 def committed_len(req: Any) -> int:
     return req.kv.kv_committed_len
+
+
+def also_ends(req: Any) -> Set[int]:
+    """Return what `min_new_tokens` holds back beside the request's and the tokenizer's tokens."""
+    return req.eos_token_ids or set()
+
+
+def offers_sampling_masks(req: Any) -> bool:
+    """Return whether a request asks for masks that SGLang would serve beside a drafter."""
+    return req.return_sampling_mask
 
 
 def free_left_windows(batch: Any) -> None:

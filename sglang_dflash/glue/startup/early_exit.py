@@ -37,15 +37,15 @@ def check_paths_first(original: Any, server_args: Any) -> None:
     original(server_args)
 
 
-# whether a command line was parsed in this process
-_from_command_line: list[bool] = []
+# arguments that were parsed from a command line, and are not resolved yet
+_parsed: list[Any] = []
 
 
 def prepare_or_end(original: Any, argv: list[str]) -> Any:
     """Wrap SGLang's parsing of a server's command line; exit if we refuse."""
-    _from_command_line[:] = [True]
     try:
         server_args = original(argv)
+        _parsed.append(server_args)
         if server_args.speculative_algorithm == "DFLASH":
             check_port(server_args.host, server_args.port)
     except Refusal as refusal:
@@ -59,7 +59,7 @@ def resolve_or_end(original: Any, server_args: Any) -> None:
     try:
         original(server_args)
     except Refusal as refusal:
-        if not _from_command_line:
+        if not any(server_args is parsed for parsed in _parsed):
             raise
         raise SystemExit(str(refusal)) from None
 
