@@ -1,7 +1,7 @@
 """Compare decode rates over load: plain decoding, a fixed block of 16 and the automatic width.
 
     python -m benchmarks.load --shapes gemma4-31b --mem-fraction-static 0.88 \\
-        --swa-full-tokens-ratio 1 --disable-piecewise-cuda-graph
+        --swa-full-tokens-ratio 1 --disable-prefill-cuda-graph
 
 Random weights at real shapes. Acceptance is simulated: each request draws its number of correct
 drafts in each step from the survival profile that its request id names, so one server serves all
@@ -131,7 +131,7 @@ def server_command(start: Start, running: int, options: argparse.Namespace) -> l
     command += [*load_windows.LOG_ARGS, "--max-running-requests", str(running)]
     # the automatic width has graphs by rows, and its own limit
     if torch.cuda.is_available() and start.system not in AUTOMATIC:
-        command += ["--cuda-graph-max-bs", str(running)]
+        command += ["--cuda-graph-max-bs-decode", str(running)]
     own = shlex.split(options.ours_args) if start.system in AUTOMATIC else []
     return [*command, *options.server_args, *own]
 

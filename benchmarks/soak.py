@@ -105,7 +105,7 @@ def start(options: argparse.Namespace) -> Pair:
     common = ["--context-length", CONTEXT, "--chunked-prefill-size", str(options.chunk)]
     common += ["--max-running-requests", str(options.max_running)]
     # on a GPU every batch runs in a CUDA graph
-    common += ["--cuda-graph-max-bs", str(options.max_running)]
+    common += ["--cuda-graph-max-bs-decode", str(options.max_running)]
     common += DETERMINISTIC if options.seeds else []
     return Pair(
         plain=Server(*common, "--max-total-tokens", PLAIN_POOL, plain=True),

@@ -17,7 +17,7 @@ export PYTHONPATH=$root/tests/plugins${PYTHONPATH:+:$PYTHONPATH}
 args=(
   --model-path "$package/pairs/tiny/target"
   --attention-backend triton --dtype float32 --mem-fraction-static 0.5
-  --cuda-graph-max-bs 8 --disable-piecewise-cuda-graph --skip-server-warmup --sleep-on-idle
+  --cuda-graph-max-bs-decode 8 --disable-prefill-cuda-graph --skip-server-warmup --sleep-on-idle
   --max-total-tokens 16384 --max-running-requests 16
   --host 127.0.0.1 --port 30000
 )

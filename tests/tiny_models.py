@@ -58,6 +58,8 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 64,
 }
 
+# Gemma 4's sliding and full layers have different heads
+HEAD_DIM, GLOBAL_HEAD_DIM, GLOBAL_KV_HEADS = 32, 64, 1
 # targets with linear attention have configs only: nothing here runs them
 HYBRID_TEXT = {**COMMON, "head_dim": 32, "full_attention_interval": 3}
 HYBRIDS: dict[str, dict[str, Any]] = {
@@ -140,9 +142,9 @@ def hf_config(family: str) -> PreTrainedConfig:
         return Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True)
     return Gemma4TextConfig(
         **COMMON,
-        head_dim=32,
-        global_head_dim=64,
-        num_global_key_value_heads=1,
+        head_dim=HEAD_DIM,
+        global_head_dim=GLOBAL_HEAD_DIM,
+        num_global_key_value_heads=GLOBAL_KV_HEADS,
         attention_k_eq_v=True,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
         sliding_window=48,
@@ -168,12 +170,16 @@ def _copy_tokenizer(folder: Path) -> None:
 def _write_sglang_gemma4_keys(path: Path) -> None:
     """Write the two head shapes under the keys that SGLang reads for a text-only Gemma 4."""
     config = json.loads(path.read_text())
+    # newer transformers write them layer by layer, and ask for the global ones again
+    config.pop("per_layer_config", None)
     config |= {
-        "swa_head_dim": config["head_dim"],
-        "swa_v_head_dim": config["head_dim"],
-        "swa_num_key_value_heads": config["num_key_value_heads"],
-        "head_dim": config["global_head_dim"],
-        "v_head_dim": config["global_head_dim"],
-        "num_key_value_heads": config["num_global_key_value_heads"],
+        "swa_head_dim": HEAD_DIM,
+        "swa_v_head_dim": HEAD_DIM,
+        "swa_num_key_value_heads": COMMON["num_key_value_heads"],
+        "head_dim": GLOBAL_HEAD_DIM,
+        "v_head_dim": GLOBAL_HEAD_DIM,
+        "global_head_dim": GLOBAL_HEAD_DIM,
+        "num_key_value_heads": GLOBAL_KV_HEADS,
+        "num_global_key_value_heads": GLOBAL_KV_HEADS,
     }
     path.write_text(json.dumps(config, indent=2))

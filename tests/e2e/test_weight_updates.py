@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 import time
@@ -14,12 +15,16 @@ import requests
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang_dflash.glue import seams
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.reference import generate_plain
 from sglang_dflash.testing.server import Server, free_port
 from tests.e2e.conftest import FULL_BLOCKS, SHAPE, start_together
 from tests.tiny_models import load_target, make_drafter, make_target
 
+# newer releases update from tensors and groups within a session, and choose the runners by name
+HAS_SESSIONS = not seams.UPDATES
+WITHOUT_DRAFTER = {"selector": "target"} if HAS_SESSIONS else {"disable_draft_model": True}
 ANSWER = {"max_new_tokens": 60, "ignore_eos": True}
 NORM = "model.norm.weight"
 
@@ -43,6 +48,15 @@ class Targets:
 
     def post(self, endpoint: str, **body: Any) -> requests.Response:
         return requests.post(f"{self.server.url}/{endpoint}", json=body, timeout=120)
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Open a session of updates within the context, with releases that ask for one."""
+        if HAS_SESSIONS:
+            assert self.post("begin_weight_update").ok
+        yield
+        if HAS_SESSIONS:
+            assert self.post("end_weight_update").ok
 
     def load(self, target: Path, **options: Any) -> str:
         """Update from disk; return the server's message."""
@@ -116,11 +130,13 @@ def test_from_tensor_and_back(targets: Targets, without_drafter: bool) -> None:
     targets.expect(targets.first)
     for target in (targets.second, targets.first):
         tensors = load_file(target / "model.safetensors")
-        response = targets.post(
-            "update_weights_from_tensor",
-            serialized_named_tensors=_serialised(tensors),
-            disable_draft_model=without_drafter,
-        )
+        options = WITHOUT_DRAFTER if without_drafter else {}
+        with targets.session():
+            response = targets.post(
+                "update_weights_from_tensor",
+                serialized_named_tensors=_serialised(tensors),
+                **options,
+            )
         assert response.ok, response.text
         assert "The drafter keeps its own" in response.json()["message"]
         targets.expect(target)
@@ -147,16 +163,17 @@ def test_from_a_group_of_processes(targets: Targets) -> None:
     )
     joining.join()
     tensors = load_file(targets.second / "model.safetensors")
-    updating = ask(
-        "update_weights_from_distributed",
-        names=list(tensors),
-        dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
-        shapes=[list(tensor.shape) for tensor in tensors.values()],
-        group_name=name,
-    )
-    for tensor in tensors.values():
-        torch.distributed.broadcast(tensor, src=0, group=group)
-    updating.join()
+    with targets.session():
+        updating = ask(
+            "update_weights_from_distributed",
+            names=list(tensors),
+            dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+            shapes=[list(tensor.shape) for tensor in tensors.values()],
+            group_name=name,
+        )
+        for tensor in tensors.values():
+            torch.distributed.broadcast(tensor, src=0, group=group)
+        updating.join()
     assert [answer.ok for answer in answers] == [True, True], [a.text for a in answers]
     assert "The drafter keeps its own" in answers[1].json()["message"]
     targets.expect(targets.second)
@@ -211,7 +228,7 @@ def test_updates_that_fail_leave_the_server_alive(targets: Targets, tmp_path: Pa
         ],
         "update_weights_from_tensor": [
             {"serialized_named_tensors": _serialised(wrong)},
-            {"serialized_named_tensors": _serialised(wrong), "disable_draft_model": True},
+            {"serialized_named_tensors": _serialised(wrong), **WITHOUT_DRAFTER},
             {"serialized_named_tensors": []},
             {"serialized_named_tensors": _serialised(wrong), "load_format": "unheard of"},
         ],
@@ -231,7 +248,8 @@ def test_updates_that_fail_leave_the_server_alive(targets: Targets, tmp_path: Pa
     }
     for endpoint, bodies in attempts.items():
         for body in bodies:
-            response = targets.post(endpoint, **body)
+            with targets.session():
+                response = targets.post(endpoint, **body)
             assert response.status_code == 400, (endpoint, body, response.text)
             assert response.json()["message"], (endpoint, body)
     targets.expect(targets.first)

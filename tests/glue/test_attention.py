@@ -28,7 +28,9 @@ def make_backend(**changes: Any) -> Any:
     settings = {
         "enable_deterministic": False,
         "dcp_size": 1,
+        # one or the other says that slots have the numbers that the scheduler gave them
         "_translate_kv_loc": None,
+        "kv_index_translator": SimpleNamespace(is_translating=False),
         "use_sliding_window_kv_pool": False,
         "token_to_kv_pool": None,
         "sliding_window_size": None,

@@ -82,6 +82,10 @@ def make_batch(options: dict[str, float]) -> Any:
         need_min_p_sampling=params["min_p"] > 0,
         has_custom_logit_processor=False,
         return_sampling_masks=None,
+        sampling_mask_batch_indices=None,
+        sampling_support_logprobs_capture_indices=None,
+        has_watermark_candidates=False,
+        max_top_k=None,
         grammars=None,
     )
     return SimpleNamespace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,19 @@ TP_SIZES = [1, 2, 4]
 PARTS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
+def as_rank(rank: int, size: int) -> AbstractContextManager[Any]:
+    """Make this process one rank of a tensor-parallel group, without a group."""
+    groups = ("tp", "attn_tp", "moe_tp")
+    sizes = {f"{group}_size": size for group in groups}
+    return compat.get_parallel().override(**sizes, **{f"{group}_rank": rank for group in groups})
+
+
 def build(tp_size: int, tp_rank: int, config: Any = None) -> DFlashDraftModel:
     """Return an empty drafter as rank `tp_rank` of `tp_size` builds it."""
     from sglang.srt.runtime_context import get_context
 
     config = config or AutoConfig.from_pretrained(tiny_drafter())
-    rank = compat.get_parallel().override(tp_size=tp_size, tp_rank=tp_rank)
-    with get_context().override_server_args(device="cpu"), rank:
+    with get_context().override_server_args(device="cpu"), as_rank(tp_rank, tp_size):
         return DFlashDraftModel(config)
 
 

@@ -50,7 +50,12 @@ def draft_runner() -> Any:
         layers=[layer(i) for i in range(LAYERS)],
         config=SimpleNamespace(rms_norm_eps=1e-6),
     )
-    return SimpleNamespace(model=model, device="cpu", capture_tail_hooks=[])
+    # of newer releases: slots have the numbers that the scheduler gave them
+    plan = SimpleNamespace(bind=lambda _batch, _reader: None)
+    translator = SimpleNamespace(own_plan=lambda _batch: plan)
+    return SimpleNamespace(
+        model=model, device="cpu", capture_tail_hooks=[], kv_index_translator=translator
+    )
 
 
 @pytest.fixture

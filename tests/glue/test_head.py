@@ -12,6 +12,7 @@ from torch import nn
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.models import heads
 from sglang_dflash.kernels import TORCH
+from tests.glue.test_draft_model import as_rank
 
 VOCAB, HIDDEN = 100, 16
 
@@ -22,12 +23,10 @@ def draft_head(lm_head: Any) -> heads.DraftHead:
 
 def parallel_head(monkeypatch: pytest.MonkeyPatch, *, rank: int, size: int) -> Any:
     """Return SGLang's head as rank `rank` of `size` has it."""
-    module = compat.VocabParallelEmbedding.__module__
-    parallel = SimpleNamespace(tp_rank=rank, tp_size=size, attn_tp_rank=rank, attn_tp_size=size)
-    monkeypatch.setattr(f"{module}.get_parallel", lambda: parallel)
     group = SimpleNamespace(world_size=size)
     monkeypatch.setitem(vars(compat), "get_tp_group", lambda: group)
-    return compat.VocabParallelEmbedding(VOCAB, HIDDEN, params_dtype=torch.float32)
+    with as_rank(rank, size):
+        return compat.VocabParallelEmbedding(VOCAB, HIDDEN, params_dtype=torch.float32)
 
 
 def test_a_tied_embedding_is_whole_on_every_rank() -> None:

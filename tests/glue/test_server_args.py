@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import compat, seams
 from sglang_dflash.glue.startup.server_args import handle_dflash, read_drafter
 from sglang_dflash.testing.server import free_port
 from tests.tiny_models import write_hybrid_config
@@ -25,10 +25,22 @@ def parse(models: Path, *extra: str, drafter: Path | str | None = None) -> Any:
     if drafter != "":
         args += ["--speculative-draft-model-path", str(drafter or models / "drafter")]
     try:
-        return prepare_server_args([*args, *extra])
+        found = prepare_server_args([*args, *extra])
+        if "resolve_once" in compat.SYMBOLS:
+            found.resolve_once()
+        return seams.settings(found)
     except SystemExit as ended:
         # the message that the command exits with
         raise ValueError(ended.code) from None
+
+
+def alter(args: Any, **values: Any) -> None:
+    """Change resolved arguments, which SGLang itself only reads."""
+    if "declare_resolution" in compat.SYMBOLS:
+        seams.decide(args, **values)
+        return
+    for name, value in values.items():
+        object.__setattr__(args, name, value)
 
 
 def changed_drafter(models: Path, folder: Path, **changes: Any) -> Path:
@@ -154,7 +166,7 @@ def test_chunks_that_would_let_a_prompt_wait_for_ever_are_refused(
 
 def test_device_is_refused(models: Path) -> None:
     args = parse(models)
-    object.__setattr__(args, "device", "xpu")
+    alter(args, device="xpu")
     with pytest.raises(ValueError, match="runs on cuda and cpu, not on --device xpu"):
         handle_dflash(args)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import release, seams
 from sglang_dflash.glue.models.verify_backend import VerifyBackend
 from sglang_dflash.glue.startup.width_args import why_full_blocks, why_one_width
 from sglang_dflash.glue.step.batch_host import BatchHost
@@ -21,7 +22,7 @@ from sglang_dflash.glue.step.verify_graphs import (
 )
 from sglang_dflash.kernels import TORCH
 from tests.glue.test_attention import make_backend
-from tests.glue.test_server_args import parse
+from tests.glue.test_server_args import alter, parse
 
 ON_GPU = ("--device", "cuda", "--attention-backend", "triton")
 H200_MIB = 143_771
@@ -97,7 +98,9 @@ def test_rows_run_in_the_smallest_graph_that_holds_them(
 def test_a_graph_can_be_filled_for_timing() -> None:
     laid_out: list[Any] = []
     runner = graph_runner(
-        attn_backend=SimpleNamespace(_update_target_verify_buffers=lambda *a: laid_out.append(a)),
+        attn_backend=SimpleNamespace(
+            _update_target_verify_buffers=seams.as_buffer_filler(lambda *a: laid_out.append(a))
+        ),
         buffers=SimpleNamespace(seq_lens=torch.ones(40), req_pool_indices=torch.zeros(40)),
     )
     runner.lay_out(32, requests=2, width=16)
@@ -163,8 +166,11 @@ def test_windows_are_laid_out_for_padded_requests_too() -> None:
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang sizes graphs by the memory of a GPU."""
-    module = compat.ServerArgs.__module__
-    monkeypatch.setattr(f"{module}.get_device_memory_capacity", lambda _device: H200_MIB)
+    name = "get_device_memory_capacity"
+    users = [m for m in list(sys.modules.values()) if m.__name__.startswith("sglang.srt.")]
+    for module in users:
+        if name in vars(module):
+            monkeypatch.setattr(module, name, lambda _device: H200_MIB)
 
 
 @pytest.mark.usefixtures("h200")
@@ -213,11 +219,10 @@ def test_on_a_cpu_widths_adapt_without_graphs(models: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "running", "blocks"),
     [
-        (["--max-running-requests", "10"], 10, 48),
         (["--max-running-requests", "400"], 400, 48),
-        (["--cuda-graph-max-bs", "96"], 96, 96),
-        (["--cuda-graph-max-bs", "16"], 48, 16),
-        (["--cuda-graph-bs", "1", "64"], 64, 64),
+        (["--cuda-graph-max-bs-decode", "96"], 96, 96),
+        (["--cuda-graph-max-bs-decode", "16"], 48, 16),
+        (["--cuda-graph-bs-decode", "1", "64"], 64, 64),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else str(given),
 )
@@ -227,6 +232,16 @@ def test_what_the_user_asks_for_is_kept(
     args = parse(models, *ON_GPU, *extra)
     graphs = args.cuda_graph_config.decode
     assert (args.max_running_requests, graphs.max_bs, max(graphs.bs)) == (running, blocks, blocks)
+
+
+@pytest.mark.usefixtures("h200")
+def test_no_more_requests_run_than_the_user_asks_for(models: Path) -> None:
+    """Newer releases capture no graphs for more than that, either."""
+    args = parse(models, *ON_GPU, "--max-running-requests", "10")
+    graphs = args.cuda_graph_config.decode
+    assert args.max_running_requests == 10
+    blocks = 48 if release.installed() == "0.5.17" else 10
+    assert (graphs.max_bs, max(graphs.bs)) == (blocks, blocks)
 
 
 @pytest.mark.parametrize("value", ["0", "17", "x", "-1", "2.5", ""])
@@ -289,11 +304,6 @@ def test_a_width_without_graphs_for_it_is_refused(
             id="two batches",
         ),
         pytest.param({"enable_lora": True}, "LoRA graphs are sized by full blocks", id="lora"),
-        pytest.param(
-            {"get_model_config": lambda: SimpleNamespace(model_is_mrope=True)},
-            "the model's positions have several parts (mrope)",
-            id="mrope",
-        ),
     ],
 )
 def test_full_blocks_have_a_reason(
@@ -301,10 +311,16 @@ def test_full_blocks_have_a_reason(
 ) -> None:
     """The reason is shown in /server_info and the log: nobody has to guess why widths stay."""
     args = parse(models, *ON_GPU)
-    for name, value in changes.items():
-        # resolved arguments are read-only
-        object.__setattr__(args, name, value)
+    alter(args, **changes)
     assert why_full_blocks(args) == reason
+
+
+def test_positions_of_several_parts_keep_full_blocks(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = parse(models, *ON_GPU)
+    monkeypatch.setattr(seams, "model_config", lambda _args: SimpleNamespace(model_is_mrope=True))
+    assert why_full_blocks(args) == "the model's positions have several parts (mrope)"
 
 
 @pytest.mark.parametrize(

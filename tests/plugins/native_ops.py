@@ -16,18 +16,28 @@ def activate() -> None:
         return
     from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
 
-    dispatch = MultiPlatformOp.dispatch_forward
+    if hasattr(MultiPlatformOp, "dispatch_forward"):
+        _dispatch_to_native(MultiPlatformOp)
+    else:
+        # newer releases have a switch
+        from sglang.kernels.fused_op import KernelBackend, set_fused_op_backend
 
-    def dispatch_forward(self: Any) -> Any:
-        has_native = type(self).forward_native is not MultiPlatformOp.forward_native
-        return self.forward_native if has_native else dispatch(self)
-
-    MultiPlatformOp.dispatch_forward = dispatch_forward
+        set_fused_op_backend(KernelBackend.TORCH)
     # as in a CPU server: experts with any activation, Gemma 4's router with its scale
     from sglang_dflash.glue.cpu import experts
 
     experts.install()
     _shrink_attention_tiles()
+
+
+def _dispatch_to_native(kind: Any) -> None:
+    dispatch = kind.dispatch_forward
+
+    def dispatch_forward(self: Any) -> Any:
+        has_native = type(self).forward_native is not kind.forward_native
+        return self.forward_native if has_native else dispatch(self)
+
+    kind.dispatch_forward = dispatch_forward
 
 
 def _shrink_attention_tiles() -> None:

@@ -89,9 +89,11 @@ def save_draft_kv(host: Any, req: Any, positions: Any, slots: Any) -> None:
     """Save the draft KV of everything committed so far; the last step of a request wins."""
     import torch
 
+    from sglang_dflash.glue import seams
+
     # single-request batches only: the committed rows are those not sent to the scratch slot
     end = int(positions[slots != 0].max()) + 1
-    table = host.slot_table()[req.req_pool_idx, :end].long()
+    table = host.slot_table()[seams.row_of(req), :end].long()
     pool = host._runtime.draft_runner.token_to_kv_pool
     layers = range(host._runtime.config.drafter.num_layers)
     keys_values = [[buffer[table].clone() for buffer in pool.get_kv_buffer(i)] for i in layers]

@@ -67,7 +67,7 @@ def start(family: Family, folder: Path, *, small: bool) -> dict[str, Server]:
     common = ["--load-format", "dummy", "--tokenizer-path", str(tiny_target())]
     common += ["--max-total-tokens", "16384", "--max-running-requests", "16"]
     common += ["--mem-fraction-static", "0.9", "--chunked-prefill-size", "128"]
-    graphs = ["--cuda-graph-max-bs", str(LARGEST_GRAPH), "--disable-prefill-cuda-graph"]
+    graphs = ["--cuda-graph-max-bs-decode", str(LARGEST_GRAPH), "--disable-prefill-cuda-graph"]
     # experts in plain torch read sizes on the host, which a CUDA graph cannot
     exact = ["--disable-cuda-graph"] if family.has_experts or small else graphs
     env = {"PYTHONPATH": str(PLUGINS), "WIDE_WEIGHTS": "1", **SCHEDULES["plan stream"]}
@@ -164,7 +164,7 @@ def run_recipe() -> dict[str, Any]:
     options = recipes.parse(
         ["--recipes", RECIPE.recipe, "--requests", "1", "8", "--port", str(free_port())]
         + ["--lengths", "73", "313", "--tries", "1", "2", "--disable-prefill-cuda-graph"]
-        + ["--cuda-graph-max-bs", "8"]
+        + ["--cuda-graph-max-bs-decode", "8"]
     )
     [(_, found)] = recipes.run_group([RECIPE], options, timeout_s=START_TIMEOUT_S)
     return found | {"seconds": round(time.monotonic() - began, 1)}
