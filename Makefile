@@ -1,10 +1,22 @@
 # make demo   install, serve here, ask questions, show acceptance and speed against plain decoding
 # make chat   the same, with your own questions
-# make test   install and run every test that this machine can run
+# make test   install and run every test that this machine can run, and a part of them on the oldest
+#             SGLang that is served
 # make smoke  serve every recipe family on this machine's GPU: start-up, exactness, step time
+# the newest and the oldest release of SGLang that are served (sglang_dflash/glue/release.py)
+NEWEST := 0.5.23
+OLDEST := 0.5.17
+# the release that VENV has: make venv SGLANG=0.5.17 VENV=.venv-0.5.17
+SGLANG ?= $(NEWEST)
 VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
+OLDEST_VENV := $(VENV)-$(OLDEST)
+REQUIREMENTS := requirements-cpu-$(SGLANG).txt
+# what runs on the oldest release: the contract, all that attaches to SGLang, and servers of every
+# family of targets
+ON_OLDEST := tests/unit/test_contract_is_complete.py tests/glue \
+  tests/e2e/test_start.py tests/e2e/test_families.py tests/e2e/test_weight_updates.py
 # torch from PyPI is the CUDA build with 2.2 GB of CUDA libraries; this index has CPU wheels
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -26,7 +38,7 @@ ANSWERS := import os, sys, threading, urllib.request; \
   clock = threading.Timer(3, os._exit, [1]); clock.daemon = True; clock.start(); \
   urllib.request.urlopen(sys.argv[1])
 
-.PHONY: demo chat test smoke lint venv environment clean
+.PHONY: demo chat test test-oldest smoke lint venv environment clean
 
 demo:
 	@$(RUN) launch/demo.py
@@ -34,11 +46,18 @@ demo:
 chat:
 	@$(RUN) launch/demo.py --chat
 
+# two files at a time: server start-up takes most of the time and leaves a core idle. One thread
+# each: OpenMP spins at barriers, and two teams on the same cores stall each other
+PYTEST := -m pytest -n 2 --dist loadfile --durations=15
+
 test: venv lint
-	@# two files at a time: server start-up takes most of the time and leaves a core idle. One
-	@# thread each: OpenMP spins at barriers, and two teams on the same cores stall each other
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
+	@OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
+	@$(MAKE) --no-print-directory test-oldest
 	@$(BIN)/python tests/smoke/since.py
+
+test-oldest:
+	@$(MAKE) --no-print-directory venv SGLANG=$(OLDEST) VENV=$(OLDEST_VENV)
+	@OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python $(PYTEST) $(ON_OLDEST)
 
 # needs a PYTHON with SGLang and a GPU, at most 8 minutes; SMOKE="--families gemma4" runs a subset
 smoke:
@@ -51,10 +70,10 @@ venv: $(VENV)/.installed
 	@:
 
 # torch and torchvision are pinned together; SGLang is installed without its own pins
-$(VENV)/.installed: requirements-cpu.txt pyproject.toml
+$(VENV)/.installed: requirements-cpu.txt $(REQUIREMENTS) pyproject.toml
 	@$(MAKE) --no-print-directory environment
-	$(BIN)/pip install --progress-bar on -r requirements-cpu.txt
-	$(BIN)/pip install --no-deps sglang==0.5.17
+	$(BIN)/pip install --progress-bar on -r $(REQUIREMENTS)
+	$(BIN)/pip install --no-deps sglang==$(SGLANG)
 	$(BIN)/pip install --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -69,9 +88,9 @@ environment:
 	@if ! $(BIN)/python -c '$(ANSWERS)' $(TORCH_INDEX)/torch/ 2>/dev/null; then \
 	  echo "$(TORCH_INDEX) does not answer: torch comes from where pip finds it"; \
 	elif ! $(BIN)/pip install --progress-bar on --no-deps --index-url $(TORCH_INDEX) \
-	  $$(grep -E '^torch(vision)?==' requirements-cpu.txt); then \
+	  $$(grep -E '^torch(vision)?==' $(REQUIREMENTS)); then \
 	  echo "$(TORCH_INDEX) has no such torch: it comes from where pip finds it"; \
 	fi
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(OLDEST_VENV) build *.egg-info

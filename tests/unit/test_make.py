@@ -11,17 +11,27 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
+from sglang_dflash.glue import release
 from sglang_dflash.testing.server import ROOT
 
-PINS = dict(
-    re.findall(r"^(torch|torchvision)==(.*)$", (ROOT / "requirements-cpu.txt").read_text(), re.M)
-)
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def pins(version: str) -> dict[str, str]:
+    """Return the versions of torch and torchvision for a release of SGLang."""
+    text = (ROOT / f"requirements-cpu-{version}.txt").read_text()
+    return dict(re.findall(r"^(torch|torchvision)==(.*)$", text, re.M))
+
+
+PINS = pins(release.NEWEST)
 
 
 def write_wheel(folder: Path, name: str, version: str) -> None:
@@ -86,6 +96,26 @@ def make(venv: Path, index: str, python: str = sys.executable) -> subprocess.Com
 
 def installed(venv: Path) -> set[str]:
     return {path.name.removesuffix(".dist-info") for path in venv.rglob("torch*.dist-info")}
+
+
+def test_the_releases_are_those_that_the_package_serves() -> None:
+    """`make` would install one that is refused, or leave one untested."""
+    made = dict(re.findall(r"^(NEWEST|OLDEST) := (.*)$", MAKEFILE, re.M))
+    assert made == {"NEWEST": release.NEWEST, "OLDEST": release.SERVED[0]}
+    assert {path.stem.removeprefix("requirements-cpu-") for path in ROOT.glob("*cpu-*.txt")} == set(
+        release.SERVED
+    )
+    for version in release.SERVED:
+        assert set(pins(version)) == {"torch", "torchvision"}
+
+
+def test_pip_installs_only_what_is_served() -> None:
+    """pip would otherwise keep a release that the plug-in then refuses."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [requirement] = map(Requirement, project["dependencies"])
+    assert requirement.name == "sglang"
+    around = [f"0.5.{patch}" for patch in range(10, 30)] + ["0.5.19.post1", "0.6.0"]
+    assert tuple(requirement.specifier.filter(around)) == release.SERVED
 
 
 def test_cpu_wheels_are_taken_where_their_index_answers(venv: Path) -> None:
