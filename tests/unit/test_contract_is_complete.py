@@ -152,7 +152,6 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     "startup/width_args.py:server_args": ("ServerArgs", "cuda_graph_locks"),
     "seams.model_config(server_args)": ("ModelConfig",),
     "settings": ("ServerArgs",),
-    "seams.settings()": ("ServerArgs",),
     "seams.settings(manager.server_args)": ("ServerArgs",),
     "seams.settings(scheduler.server_args)": ("ServerArgs",),
     "answer": ("answer_disk", "answer_tensor", "answer_distributed", "answer_ipc"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from sglang_dflash.glue import changes, seams
+from sglang_dflash.glue import changes
 from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 
 REQ = changes.Fields(
@@ -74,7 +74,8 @@ def finish_token_by_token(original: Any, req: Any, new_accepted_len: int = 1) ->
         # an abort applies to the whole request, and a grammar has already cut its block
         or req.to_finish is not None
         or req.grammar is not None
-        or seams.settings().speculative_algorithm != "DFLASH"
+        # no DFLASH in this process
+        or not _meters
     )
     if whole:
         return original(req, new_accepted_len)
