@@ -15,6 +15,13 @@ from sglang_dflash.testing.server import free_port
 from tests.tiny_models import write_hybrid_config
 
 
+class AskedForEverything:
+    """Server arguments that are all set."""
+
+    def __getattr__(self, name: str) -> bool:
+        return True
+
+
 def parse(models: Path, *extra: str, drafter: Path | str | None = None) -> Any:
     """Parse a command line as launch_server does."""
     from sglang.srt.server_args import prepare_server_args
@@ -142,6 +149,23 @@ def test_smaller_block_is_kept(models: Path) -> None:
     ],
 )
 def test_unsupported_argument_is_refused(models: Path, extra: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(models, *extra)
+
+
+@pytest.mark.skipif(not seams.also_refused(AskedForEverything()), reason="nothing to refuse here")
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--enable-unified-memory"], "--enable-unified-memory, which moves KV to other slots"),
+        (["--enable-watermark"], "--enable-watermark, whose sampler our kernels do not have"),
+    ],
+    ids=["unified memory", "watermark"],
+)
+def test_what_only_this_release_offers_is_refused(
+    models: Path, extra: list[str], message: str
+) -> None:
+    """SGLang's own checks of these run later, or let them pass."""
     with pytest.raises(ValueError, match=message):
         parse(models, *extra)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 from typing import Any
@@ -13,7 +14,7 @@ from sglang_dflash.glue.changes import Hook
 
 def install_if_cpu() -> None:
     """In CPU mode, install attention, GEMMs, experts and sampling, lift two checks, and adapt
-    streams, child processes and threads."""
+    streams, devices, child processes and threads."""
     if not Environment().is_cpu_mode:
         return
     from sglang_dflash.glue.cpu import experts, products, sampling
@@ -29,6 +30,7 @@ def install_if_cpu() -> None:
     products.install()
     sampling.install()
     _stub_record_stream()
+    _default_to_the_cpu()
     changes.attach(
         {
             "model_specific_adjustments": Hook(
@@ -52,6 +54,26 @@ def _stub_record_stream() -> None:
         "record_stream",
         lambda tensor, stream: None,
         why="CPU tensors have no streams",
+    )
+
+
+def _default_to_the_cpu() -> None:
+    """Let code that names no device synchronise the CPU: a CUDA build of torch would look for a
+    driver, and a server that finds none ends."""
+    import torch
+
+    of_device = torch.get_device_module
+
+    # cached as torch's own is: its compiler looks behind the cache
+    @functools.cache
+    def or_of_cpu(device: Any = None) -> Any:
+        return of_device("cpu" if device is None else device)
+
+    changes.replace(
+        torch,
+        "get_device_module",
+        or_of_cpu,
+        why="there is no other device, whatever torch was built for",
     )
 
 
