@@ -273,7 +273,9 @@ def test_drafts_are_the_same_in_a_graph_outside_and_in_turns(
         config=SimpleNamespace(block_size=4),
         draft_graphs=graphs,
         block_head=block_head,
-        draft_runner=SimpleNamespace(forward=forward),
+        draft_runner=SimpleNamespace(
+            forward=forward, kv_index_translator=draft_runner.kv_index_translator
+        ),
         block_input=None,
     )
     lens = torch.arange(requests) + 7
