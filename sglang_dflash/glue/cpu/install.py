@@ -41,6 +41,7 @@ def install_if_cpu() -> None:
             ),
             "set_envs_and_config": Hook(_fork_children, "child processes inherit imported modules"),
             "init_cpu_threads": Hook(_leave_threads_alone, "leaves thread placement to OpenMP"),
+            "find_nccl_library": Hook(_find_no_nccl, "ranks on a CPU communicate without NCCL"),
         }
     )
 
@@ -90,6 +91,11 @@ def _fork_children(original: Any, server_args: Any) -> None:
 def _leave_threads_alone(_original: Any, **_settings: Any) -> None:
     """Let OpenMP place its threads, as SGLang does on most CPUs: on Arm it would call a kernel
     that the package index has no build of."""
+
+
+def _find_no_nccl(_original: Any) -> str:
+    """Raise, as without CUDA: a CUDA build of torch brings the library, but there is no device."""
+    raise ValueError("there is no NCCL on a CPU")
 
 
 def _accept_torch_native(original: Any, server_args: Any) -> None:

@@ -61,6 +61,9 @@ SYMBOLS: dict[str, Symbol] = {
     "set_envs_and_config": Symbol(
         "srt.entrypoints.engine", "_set_envs_and_config", takes=("server_args",)
     ),
+    "find_nccl_library": Symbol(
+        "srt.distributed.device_communicators.pynccl_wrapper", "find_nccl_library", takes=()
+    ),
     "init_cpu_threads": Symbol("srt.distributed.bootstrap", "_init_cpu_threads_env"),
     "update_intermediate_size": Symbol(
         "srt.configs.update_config",
