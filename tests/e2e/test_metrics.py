@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import requests
 
+from sglang_dflash.glue import seams
 from sglang_dflash.testing.server import ROOT, Server
 from tests.conftest import HAS_GPU
 from tests.e2e.conftest import METERED_TOKENS as NEW_TOKENS
@@ -171,12 +172,16 @@ def test_server_info_lists_what_is_changed_in_sglang(
     assert measured.state()["sglang_dflash"]["changes"] == before
     reasons = {f"{change['target'].split('.')[-1]}.{change['name']}": change for change in before}
     on_a_cpu = [] if HAS_GPU else ["UnquantizedLinearMethod.apply"]
+    of_release = (
+        ["TpModelWorker.update_weights_from_disk", "DefaultPoolConfigurator._cell_size"]
+        if seams.UPDATES
+        else ["SchedulerWeightUpdaterManager.update_weights_from_disk", "ServerArgs.resolve_once"]
+    )
     for name in (
         *on_a_cpu,
+        *of_release,
         "SpeculativeAlgorithm.create_worker",
-        "TpModelWorker.update_weights_from_disk",
         "_ModelRegistry.models['DFlashDraftModel']",
-        "DefaultPoolConfigurator._cell_size",
         "ServerArgs.speculative_num_steps",
         "Req.output_ids",
         "meta_info.dflash",
