@@ -57,6 +57,24 @@ def test_a_part_of_a_vocabulary_that_says_nothing_is_refused() -> None:
         draft_head(nn.Linear(HIDDEN, VOCAB // 2, bias=False))
 
 
+def processor_with(**changed: Any) -> Any:
+    """Return SGLang's logits processor of a model with a softcap."""
+    processor = object.__new__(compat.LogitsProcessor)
+    nn.Module.__init__(processor)
+    settings: dict[str, Any] = {
+        "logit_scale": None,
+        "do_tensor_parallel_all_gather": False,
+        "do_tensor_parallel_all_gather_dp_attn": False,
+        "use_fp32_lm_head": False,
+        "rl_on_policy_target": None,
+        "final_logit_softcapping": 30.0,
+        "vocab_size": VOCAB,
+    }
+    for name, value in {**settings, **changed}.items():
+        setattr(processor, name, value)
+    return processor
+
+
 @pytest.mark.parametrize(
     ("device", "settings", "reason"),
     [
@@ -79,12 +97,7 @@ def test_sglangs_logits_are_kept_with_a_reason(
     """Otherwise half a gigabyte of fp32 per step would go unexplained."""
     processors = []
     for changed in settings:
-        processor = object.__new__(compat.LogitsProcessor)
-        nn.Module.__init__(processor)
-        plain = {"logit_scale": None, "do_tensor_parallel_all_gather_dp_attn": False}
-        for name, value in {**plain, "final_logit_softcapping": 30.0, **changed}.items():
-            setattr(processor, name, value)
-        processors.append(processor)
+        processors.append(processor_with(**changed))
     found = heads.VerifyHead(nn.ModuleList(processors), TORCH, device_type=device)
     if reason is None:
         assert (
@@ -116,3 +129,49 @@ def test_a_quantised_head_is_refused_with_what_it_is(
     lm_head = SimpleNamespace(**tensors, quant_method=Fp8LinearMethod())
     with pytest.raises(ValueError, match=f"lm_head is quantised .*{found}.* by Fp8LinearMethod"):
         draft_head(lm_head)
+
+
+def verify_logits(
+    processor: Any, lm_head: nn.Module, hidden: torch.Tensor, buffer: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the logits of a verify pass, with SGLang's buffer if it is captured in a graph."""
+    metadata = SimpleNamespace(
+        forward_mode=compat.ForwardMode.TARGET_VERIFY, next_token_logits_buffer=buffer
+    )
+    return processor._get_logits(hidden, lm_head, metadata)
+
+
+def product(hidden: torch.Tensor, lm_head: Any, _bias: None) -> torch.Tensor:
+    return hidden @ lm_head.weight.detach().T
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("padding", [0, 28])
+def test_all_graphs_write_their_logits_to_the_same_memory(dtype: torch.dtype, padding: int) -> None:
+    """Each graph keeps what it allocates, and there are dozens of them."""
+    processor = processor_with(_compute_lm_head=product)
+    heads.VerifyHead(nn.ModuleList([processor]), TORCH, device_type="cuda")
+    lm_head = nn.Linear(HIDDEN, VOCAB + padding, bias=False, dtype=dtype)
+    assert lm_head.weight.requires_grad, "as some targets' heads do"
+    buffer = torch.zeros(12, VOCAB)
+    for rows in (12, 4):
+        hidden = torch.randn(rows, HIDDEN, dtype=dtype)
+        found = verify_logits(processor, lm_head, hidden, buffer[:rows])
+        expected = verify_logits(processor, lm_head, hidden, None)
+        assert found.shape == expected.shape == (rows, VOCAB) and found.dtype == dtype
+        assert (found == expected).all()
+        # fp32 logits fit only without padding
+        is_shared = dtype != torch.float32 or not padding
+        assert (found.data_ptr() == buffer.data_ptr()) == is_shared
+
+
+@pytest.mark.parametrize(
+    "changed", [{"use_fp32_lm_head": True}, {"rl_on_policy_target": "fsdp"}], ids=str
+)
+def test_logits_that_are_more_than_a_product_stay_sglangs(changed: dict[str, Any]) -> None:
+    processor = processor_with(_compute_lm_head=product, **changed)
+    heads.VerifyHead(nn.ModuleList([processor]), TORCH, device_type="cuda")
+    buffer = torch.zeros(3, VOCAB)
+    lm_head = nn.Linear(HIDDEN, VOCAB, bias=False)
+    assert verify_logits(processor, lm_head, torch.randn(3, HIDDEN), buffer).any()
+    assert not buffer.any()

@@ -184,6 +184,9 @@ class VerifyHead:
     Plain decoding casts them to fp32 and applies the softcap before the argmax. For greedy rows
     both happen on the fly, which avoids half a gigabyte of fp32 at 32 requests; for sampled rows
     they happen here, with the same operations.
+
+    All graphs write their logits to the same memory, which SGLang allocates for those of a graph:
+    if each had its own, the graphs of a model with 262,144 tokens would take gigabytes.
     """
 
     def __init__(self, target_model: Any, ops: Ops, *, device_type: str) -> None:
@@ -230,11 +233,24 @@ def _why_sglangs_logits(processors: list[Any], device_type: str) -> str | None:
 
 
 def _raw_when_verifying(processor: Any, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    is_plain_product = not (
+        processor.use_fp32_lm_head
+        or processor.rl_on_policy_target is not None
+        or processor.do_tensor_parallel_all_gather
+    )
+
     def get_logits(
         hidden: Tensor, lm_head: Any, metadata: Any, embedding_bias: Any = None, **rest: Any
     ) -> Tensor:
         if not metadata.forward_mode.is_target_verify():
             return original(hidden, lm_head, metadata, embedding_bias, **rest)
+        if is_plain_product and not hasattr(lm_head, "set_lora"):
+            room = _room_for(hidden.shape[0], lm_head.weight, metadata.next_token_logits_buffer)
+            if room is not None:
+                # some heads require gradients, and then `out` is refused
+                with torch.no_grad():
+                    torch.matmul(hidden.to(room.dtype), lm_head.weight.T, out=room)
+                return room[:, : processor.vocab_size]
         logits = processor._compute_lm_head(hidden, lm_head, embedding_bias)
         if processor.do_tensor_parallel_all_gather:
             gather = (
@@ -246,3 +262,12 @@ def _raw_when_verifying(processor: Any, original: Callable[..., Tensor]) -> Call
         return logits[:, : processor.vocab_size]
 
     return get_logits
+
+
+def _room_for(rows: int, weight: Tensor, buffer: Tensor | None) -> Tensor | None:
+    """Return the part of a graph's fp32 buffer that holds the logits in the head's dtype, padding
+    of the vocabulary included; None outside a graph, or if they do not fit."""
+    if buffer is None:
+        return None
+    memory, size = buffer.flatten().view(weight.dtype), rows * weight.shape[0]
+    return memory[:size].view(rows, -1) if size <= memory.numel() else None

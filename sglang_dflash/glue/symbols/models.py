@@ -189,11 +189,14 @@ SYMBOLS: dict[str, Symbol] = {
         attributes=names(
             """_compute_lm_head _gather_attn_tp_logits _get_logits _logits_gatherer
             do_tensor_parallel_all_gather do_tensor_parallel_all_gather_dp_attn
-            final_logit_softcapping logit_scale use_attn_tp_group use_fp32_lm_head vocab_size"""
+            final_logit_softcapping logit_scale rl_on_policy_target use_attn_tp_group
+            use_fp32_lm_head vocab_size"""
         ),
     ),
     "LogitsMetadata": Symbol(
-        "srt.layers.logits_processor", "LogitsMetadata", attributes=("forward_mode",)
+        "srt.layers.logits_processor",
+        "LogitsMetadata",
+        attributes=names("forward_mode next_token_logits_buffer"),
     ),
     "get_logits": Symbol(
         "srt.layers.logits_processor",
