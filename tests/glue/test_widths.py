@@ -179,7 +179,7 @@ def test_where_widths_adapt_as_many_requests_run_as_in_plain_decoding(models: Pa
     args = parse(models, *ON_GPU)
     assert args.max_running_requests == 256
     graphs = args.cuda_graph_config.decode
-    assert (graphs.max_bs, max(graphs.bs), min(graphs.bs)) == (48, 48, 1)
+    assert (graphs.max_bs, max(graphs.bs), min(graphs.bs)) == (80, 80, 1)
 
 
 @pytest.mark.usefixtures("h200")
@@ -219,7 +219,7 @@ def test_on_a_cpu_widths_adapt_without_graphs(models: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "running", "blocks"),
     [
-        (["--max-running-requests", "400"], 400, 48),
+        (["--max-running-requests", "400"], 400, 80),
         (["--cuda-graph-max-bs-decode", "96"], 96, 96),
         (["--cuda-graph-max-bs-decode", "16"], 48, 16),
         (["--cuda-graph-bs-decode", "1", "64"], 64, 64),
@@ -240,7 +240,7 @@ def test_no_more_requests_run_than_the_user_asks_for(models: Path) -> None:
     args = parse(models, *ON_GPU, "--max-running-requests", "10")
     graphs = args.cuda_graph_config.decode
     assert args.max_running_requests == 10
-    blocks = 48 if release.installed() == "0.5.17" else 10
+    blocks = 80 if release.installed() == "0.5.17" else 10
     assert (graphs.max_bs, max(graphs.bs)) == (blocks, blocks)
 
 

@@ -12,6 +12,8 @@ logger = logging.getLogger(__name__)
 
 # full blocks in the largest CUDA graph by default: SGLang sizes graphs and sampling memory by it
 MAX_GRAPH_BLOCKS = 48
+# the same where the verify width adapts: at 256 requests, 5 rows of 16 for each
+MAX_ADAPTIVE_BLOCKS = 80
 
 ARGS = changes.Settings(
     "ServerArgs", {"max_running_requests": "CUDA graphs and buffers need a bound"}
@@ -92,6 +94,6 @@ def bound_requests(server_args: Any) -> None:
     if adapts and not given & {"bs", "max_bs"}:
         GRAPHS.write(
             graphs,
-            bs=[size for size in graphs.bs if size <= MAX_GRAPH_BLOCKS],
-            max_bs=min(graphs.max_bs, MAX_GRAPH_BLOCKS),
+            bs=[size for size in graphs.bs if size <= MAX_ADAPTIVE_BLOCKS],
+            max_bs=min(graphs.max_bs, MAX_ADAPTIVE_BLOCKS),
         )
