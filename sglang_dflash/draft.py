@@ -73,7 +73,9 @@ def draft(
             block.slots.device, non_blocking=True
         )
     assert sure is not None, "the drafter returned no confidence"
-    return Proposal(share_rows(ops, block, sure, share, buffers), drafts, sure)
+    bounds = ops.share_rows(sure, share.offsets, share.slopes, share.num_rows)
+    host.agree(bounds)
+    return Proposal(pack_rows(ops, block, bounds, share.num_rows, buffers), drafts, sure)
 
 
 def _build(
@@ -94,12 +96,11 @@ def _build(
     return block
 
 
-def share_rows(
-    ops: Ops, block: DraftBlock, confidence: Tensor, share: RowShare, buffers: StepBuffers
+def pack_rows(
+    ops: Ops, block: DraftBlock, bounds: Tensor, num_rows: int, buffers: StepBuffers
 ) -> DraftBlock:
-    """Select the drafts of the batch that are likeliest to be kept, with all before them."""
-    bounds = ops.share_rows(confidence, share.offsets, share.slopes, share.num_rows)
-    shared = buffers.shared(bounds, share.num_rows)
+    """Return a block of which the first rows of each request are verified, as the bounds say."""
+    shared = buffers.shared(bounds, num_rows)
     ops.pack_rows(
         bounds,
         block.token_ids,

@@ -61,6 +61,10 @@ class Host(Protocol):
         """Return the ids of the batch's requests, for simulated acceptance."""
         ...
 
+    def agree(self, *decisions: Tensor) -> None:
+        """Overwrite decisions with those of the first rank, where several ranks run one model."""
+        ...
+
     def publish(self, new_lens: Tensor) -> None:
         """Tell the scheduler each request's new length, before the draft KV is written."""
         ...

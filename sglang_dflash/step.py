@@ -62,6 +62,7 @@ def decode_step(
     target = verify(host, context, proposal.block, plan)
     host.mark()
     verdict = decide(ops, plan, proposal, target)
+    host.agree(*verdict.decisions())
     num_correct = None if simulated is None else simulated.num_correct
     commit = accept(ops, context, proposal, verdict, simulated=num_correct)
     # publish before the draft KV write: planning the next step reads lengths, not this cache

@@ -162,6 +162,11 @@ class Verdict:
     # [b, W - 1] fp32, acceptance probability of a sampled draft minus that of an argmax draft
     advantage: Tensor | None = None
 
+    def decisions(self) -> list[Tensor]:
+        """Return what the step and later ones depend on."""
+        found = (self.choices, self.num_correct, self.advantage)
+        return [tensor for tensor in found if tensor is not None]
+
 
 @dataclass(frozen=True)
 class Commit:

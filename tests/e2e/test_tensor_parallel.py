@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import widths as plugin
 
 from sglang_dflash.testing.server import Server
-from tests.e2e.conftest import SHAPE
+from tests.e2e.conftest import SCRIPTED, SHAPE
 from tests.e2e.test_metrics import totals
+from tests.e2e.test_widths import added
 
 NEW_TOKENS = 60
 
@@ -17,10 +20,16 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks of 
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Server]:
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file with widths that a test may give."""
+    return tmp_path_factory.mktemp("ranks") / "given"
+
+
+@pytest.fixture(scope="module")
+def two_ranks(given: Path) -> Iterator[Server]:
     """The embedded pair sharded over two ranks, which communicate over gloo."""
     # with a single NUMA node, SGLang must be told the cores of each rank
-    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "PYTHONPATH": SCRIPTED, "WIDTHS": str(given)}
     metrics = ("--enable-metrics", "--decode-log-interval", "10")
     with Server(*SHAPE, "--tp-size", "2", *metrics, env=env) as server:
         yield server
@@ -33,6 +42,22 @@ def test_two_ranks_answer_as_plain_decoding(
     found = two_ranks.generate_all(prompts[:12], max_new_tokens=NEW_TOKENS)
     assert [a["output_ids"] for a in found] == [a["output_ids"] for a in expected]
     assert two_ranks.acceptance()["accept_length"] >= 2.0
+
+
+def test_ranks_choose_their_rows_as_the_first_one_does(
+    plain: Server, two_ranks: Server, prompts: list[list[int]], given: Path
+) -> None:
+    """Each has a clock of its own, and would choose differently: ranks with different numbers of
+    rows wait for each other for ever."""
+    width = two_ranks.state()["sglang_dflash"]["width"]
+    assert (width["mode"], width["shares_rows"]) == ("auto", True)
+    expected = plain.generate_all(prompts[:8], max_new_tokens=NEW_TOKENS)
+    plugin.give(given, 16, 1, 5, -3)
+    before = two_ranks.acceptance()
+    found = two_ranks.generate_all(prompts[:8], max_new_tokens=NEW_TOKENS)
+    plugin.give(given)
+    assert [a["output_ids"] for a in found] == [a["output_ids"] for a in expected]
+    assert {1, 5, 16} < set(added(two_ranks, before)["at_width"])
 
 
 def test_two_ranks_are_counted_once(two_ranks: Server, prompts: list[list[int]]) -> None:

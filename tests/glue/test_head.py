@@ -52,6 +52,36 @@ def test_a_parallel_head_without_its_indices_is_an_error(monkeypatch: pytest.Mon
         draft_head(lm_head)
 
 
+@pytest.mark.parametrize("logit_cap", [0.0, 5.0])
+def test_ranks_are_as_confident_as_one_with_the_whole_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, logit_cap: float
+) -> None:
+    """Each sees a part: the others may have a higher logit, and add to the sum."""
+    weight = torch.randn(VOCAB, HIDDEN)
+    hidden = torch.randn(5, HIDDEN)
+    whole = nn.Embedding(VOCAB, HIDDEN, _weight=weight)
+    expected = TORCH.peak_probabilities(hidden @ weight.T, logit_cap)
+    assert torch.equal(draft_head(whole).confidence(hidden @ weight.T, logit_cap), expected)
+
+    def ask(rank: int, gather: Any) -> torch.Tensor:
+        head = draft_head(parallel_head(monkeypatch, rank=rank, size=2))
+        head._group = SimpleNamespace(world_size=2, all_gather=gather)
+        shard = slice(head._start, head._start + head._size)
+        return head.confidence(hidden @ weight[shard].T, logit_cap)
+
+    sent: list[torch.Tensor] = []
+
+    def send(part: torch.Tensor, dim: int) -> torch.Tensor:
+        sent.append(part)
+        return torch.cat([part, part], dim)
+
+    for rank in (0, 1):
+        ask(rank, send)
+    for rank in (0, 1):
+        found = ask(rank, lambda _part, dim: torch.cat(sent, dim))
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_part_of_a_vocabulary_that_says_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\(Linear\) has 50 rows for a vocabulary of 100"):
         draft_head(nn.Linear(HIDDEN, VOCAB // 2, bias=False))

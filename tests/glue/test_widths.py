@@ -191,7 +191,6 @@ def test_where_widths_adapt_as_many_requests_run_as_in_plain_decoding(models: Pa
         pytest.param([], {"SGLANG_SIMULATE_ACC_LEN": "3"}, id="simulated"),
         pytest.param(["--attention-backend", "fa3"], {}, id="fa3"),
         pytest.param(["--decode-attention-backend", "fa3"], {}, id="fa3 for decoding"),
-        pytest.param(["--tp-size", "2"], {}, id="tensor parallel"),
         pytest.param(["--disable-cuda-graph-padding"], {}, id="no padding"),
     ],
 )

@@ -2,7 +2,8 @@
 
 WIDTHS names a file with widths, separated by commas. The steps take them in turn, from the first
 again whenever the file is replaced. While there is no such file, the policy chooses. A negative
-width is that of a mean request: as many rows are shared out, if the batch may share them.
+width is that of a mean request: as many rows are shared out, if the batch may share them. Each rank
+of a tensor-parallel server starts with a width of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 def activate() -> None:
     if "WIDTHS" not in os.environ:
         return
+    import torch
+
     from sglang_dflash.width import Choice, WidthPolicy
 
     file = Path(os.environ["WIDTHS"])
@@ -31,6 +34,8 @@ def activate() -> None:
         if (found := file.stat().st_mtime_ns) != version:
             version = found
             given = itertools.cycle(map(int, file.read_text().split(",")))
+            for _ in range(torch.distributed.get_rank()):
+                next(given)
         width = next(given)
         if width < 0 and may_share and requests > 1:
             wanted = min(-width, self._block_size) * requests

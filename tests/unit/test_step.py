@@ -49,6 +49,8 @@ class CountingHost:
         self.events: list[str] = []
         self.written: dict[int, float] = {}
         self.marks = 0
+        # what the first rank decides, in the order of the decisions; None if this is the first
+        self.decided: list[torch.Tensor] | None = None
 
     def slot_table(self):
         return torch.arange(2 * 64).view(2, 64)
@@ -81,6 +83,10 @@ class CountingHost:
     def mark(self):
         self.marks += 1
 
+    def agree(self, *decisions):
+        for decision in decisions if self.decided is not None else ():
+            decision.copy_(self.decided.pop(0))
+
     def publish(self, new_lens):
         self.events.append(f"publish {new_lens.tolist()}")
 
@@ -97,11 +103,13 @@ def run(
     simulation: SteadyAcceptance | None = None,
     width: int = B,
     num_rows: int | None = None,
+    decided: list[torch.Tensor] | None = None,
 ):
     share = None
     if num_rows is not None:
         share = RowShare(num_rows, torch.zeros(B - 1), torch.ones(B - 1))
     host = CountingHost(right_until)
+    host.decided = decided
     context = DraftContext(
         anchors=torch.tensor([10, 50]), lens=torch.tensor([5, 7]), request_rows=torch.tensor([0, 1])
     )
@@ -147,6 +155,17 @@ def test_shared_rows_go_to_the_surest_drafts(num_rows: int, lens: list[int]) -> 
     assert written == expected | {64 + 7 + k: 50.0 + k for k in range(lens[1])}
     assert "plan" not in host.events
     assert commit.bounds is not None and commit.bounds[-1] == num_rows
+
+
+def test_a_rank_keeps_the_rows_and_the_tokens_that_the_first_rank_decided_on() -> None:
+    """Its own would be two and four rows, and correct drafts in all of them."""
+    bounds = torch.tensor([0, 3, 6])
+    choices = torch.tensor([11, 77, 13, 51, 52, 88])
+    host, commit = run([3, 3], num_rows=6, decided=[bounds, choices])
+    assert host.decided == []
+    assert commit.bounds is not None and commit.bounds.tolist() == [0, 3, 6]
+    assert commit.lens.tolist() == [2, 3]
+    assert commit.bonus.tolist() == [77, 88]
 
 
 def test_lengths_are_published_before_the_draft_kv_is_written() -> None:

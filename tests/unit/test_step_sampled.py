@@ -85,6 +85,9 @@ class SamplingHost:
             logits = rows[block.shared.columns()]
         return TargetOutput(features=block.rows.token_ids[:, None].float(), logits=logits)
 
+    def agree(self, *decisions):
+        pass
+
     def publish(self, new_lens):
         pass
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from sglang_dflash.glue import changes, compat
 from sglang_dflash.glue.cpu import products
 from sglang_dflash.kernels import Noise, Ops
+from sglang_dflash.kernels.logits.reference import capped
 
 HEAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -62,8 +63,15 @@ class DraftHead:
 
     def confidence(self, logits: Tensor, logit_cap: float) -> Tensor:
         """Return the highest probability of each row of logits, [n] fp32."""
-        assert self.sees_all, "the vocabulary is sharded"
-        return self._ops.peak_probabilities(logits, logit_cap)
+        peaks = self._ops.peak_probabilities(logits, logit_cap)
+        if self.sees_all:
+            return peaks
+        assert self._group is not None
+        # of each rank's shard: the highest logit, and the log-sum-exp, which follows from the peak
+        highest = capped(logits.amax(dim=1).float(), logit_cap)
+        both = torch.stack((highest, highest - peaks.log()))[None]
+        highest, lse = self._group.all_gather(both, dim=0).unbind(dim=1)
+        return (highest.amax(dim=0) - lse.logsumexp(dim=0)).exp()
 
     @property
     def sees_all(self) -> bool:

@@ -60,8 +60,6 @@ def why_one_width(server_args: Any) -> str | None:
         return f"{WIDTH}={asked}"
     if environment.simulated_accept_length is not None and not environment.draws_acceptance:
         return f"{SIMULATE} is the same for every block, which a width could exploit"
-    if server_args.tp_size > 1:
-        return "ranks of a tensor-parallel server do not agree on widths yet"
     return why_full_blocks(server_args)
 
 

@@ -251,6 +251,9 @@ class BatchHost:
             OUTPUT.write(output, next_token_logits=output.next_token_logits[:rows])
         return features[:rows]
 
+    def agree(self, *decisions: Tensor) -> None:
+        self._runtime.agreement.overwrite(*decisions)
+
     def publish(self, new_lens: Tensor) -> None:
         if self._on_publish is not None:
             self._on_publish(new_lens)

@@ -6,10 +6,10 @@ import torch
 
 from sglang_dflash.accept import accept
 from sglang_dflash.buffers import StepBuffers
-from sglang_dflash.draft import share_rows
+from sglang_dflash.draft import pack_rows
 from sglang_dflash.kernels import Ops
 from sglang_dflash.kernels.extents import padded
-from sglang_dflash.types import DraftBlock, DraftContext, Proposal, RowShare, Verdict
+from sglang_dflash.types import DraftBlock, DraftContext, Proposal, Verdict
 
 
 def compile_sharing(ops: Ops, buffers: StepBuffers, *, max_requests: int, block_size: int) -> None:
@@ -19,7 +19,7 @@ def compile_sharing(ops: Ops, buffers: StepBuffers, *, max_requests: int, block_
         block: DraftBlock = buffers.verified.block(requests, block_size)
         lens = block.slots.new_zeros(requests)
         confidence = torch.zeros(requests, block_size - 1, device=lens.device)
-        share = RowShare(requests, confidence[0], confidence[0])
-        shared = share_rows(ops, block, confidence, share, buffers)
+        bounds = ops.share_rows(confidence, confidence[0], confidence[0], requests)
+        shared = pack_rows(ops, block, bounds, requests, buffers)
         context = DraftContext(anchors=lens, lens=lens, request_rows=lens)
         accept(ops, context, Proposal(shared), Verdict(shared.rows.token_ids))

@@ -7,7 +7,7 @@ and device times arrive later, each in the order of the steps.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,8 +35,16 @@ class Step:
 class WidthChoice:
     """Chooses widths, and hands results and times of the steps to the policy."""
 
-    def __init__(self, policy: WidthPolicy, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        policy: WidthPolicy,
+        device: torch.device | str = "cpu",
+        *,
+        agree: Callable[[Choice], Choice] = lambda own: own,
+    ) -> None:
+        """`agree` returns the choice of all ranks, given this one's."""
         self.policy = policy
+        self._agree = agree
         self._device = device
         self._without_result: deque[Step] = deque()
         self._without_time: deque[Step] = deque()
@@ -62,7 +70,7 @@ class WidthChoice:
             if new := len(running - self._running):
                 self.policy.admit(new, requests)
             self._running = running
-        choice = self.policy.choose(requests, context, may_share=may_share)
+        choice = self._agree(self.policy.choose(requests, context, may_share=may_share))
         expected = self.policy.expected_tokens(choice, requests)
         step = Step(request_ids, choice, context, expected)
         self._without_result.append(step)

@@ -238,7 +238,10 @@ class DFlashWorker(compat.BaseSpecWorker):
         fixed = self.config.width
         if fixed is None and self.one_width is not None:
             fixed = self.config.block_size
-        return WidthChoice(WidthPolicy(self.config.block_size, costs, fixed=fixed), self.device)
+        policy = WidthPolicy(self.config.block_size, costs, fixed=fixed)
+        # a fixed width depends on no clock
+        agree = self.runtime.agreement.choice if fixed is None else lambda own: own
+        return WidthChoice(policy, self.device, agree=agree)
 
     def on_verify_complete_cpu(
         self, num_correct_drafts_per_req: list[int], batch_size: int = 0

@@ -128,7 +128,13 @@ SYMBOLS: dict[str, Symbol] = {
     "GroupCoordinator": Symbol(
         "srt.distributed.parallel_state",
         "GroupCoordinator",
-        attributes=names("all_gather cpu_group world_size"),
+        attributes=names("all_gather broadcast broadcast_object cpu_group world_size"),
+    ),
+    "broadcast": Symbol(
+        "srt.distributed.parallel_state", "GroupCoordinator.broadcast", order=names("input_")
+    ),
+    "broadcast_object": Symbol(
+        "srt.distributed.parallel_state", "GroupCoordinator.broadcast_object", order=names("obj")
     ),
     "all_gather": Symbol(
         "srt.distributed.parallel_state", "GroupCoordinator.all_gather", order=names("input_ dim")
