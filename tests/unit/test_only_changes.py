@@ -44,7 +44,6 @@ OURS = {
     },
     "step/worker.py": {
         "rows": "a tensor that was made here",
-        "self.runtime": "the worker's DFlashRuntime",
     },
 }
 MAKERS = {"deque", "dict", "list", "set", "WeakKeyDictionary"}

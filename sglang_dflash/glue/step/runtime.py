@@ -78,6 +78,10 @@ class DFlashRuntime:
         """Verify in these graphs, once they are captured."""
         self._graphs = graphs
 
+    def share_rows(self) -> None:
+        """Let the requests of a step verify different numbers of rows."""
+        self.shares_rows = True
+
     def graph_for(self, rows: int, keys: int) -> int | None:
         """Return the rows of the verify graph for so many rows of a batch with at most this many
         keys in its prefixes; None if it runs outside our graphs."""

@@ -217,8 +217,8 @@ class DFlashWorker(compat.BaseSpecWorker):
         has_graphs = isinstance(target, VerifyGraphRunner)
         # without graphs, SGLang's Triton backend lays out uniform blocks
         may_share = has_graphs or self.ops.verify_attention is None
-        is_asked = self.config.shares_rows and self.one_width is None
-        self.runtime.shares_rows = is_asked and may_share
+        if may_share and self.config.shares_rows and self.one_width is None:
+            self.runtime.share_rows()
         if has_graphs:
             self.runtime.use_graphs(target)
             if draft is not None:
