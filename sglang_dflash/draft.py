@@ -64,6 +64,7 @@ def draft(
     drafts = None
     if randomness is not None:
         drafts = policy.select(context.request_rows, output, randomness)
+        host.agree(drafts.verified)
     block.token_ids[:, 1:] = output.argmax_drafts if drafts is None else drafts.verified
     if share is None:
         return Proposal(block, drafts)

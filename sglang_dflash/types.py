@@ -103,7 +103,7 @@ class DraftOutput:
     argmax_drafts: Tensor  # [b, B - 1] int64
     # [b, B - 1] int64, at each request's temperature; the argmax drafts where none were sampled
     sampled_drafts: Tensor
-    # [b, B - 1, V]; None on a rank that holds only a shard of the vocabulary
+    # [b, B - 1, V]; None if nothing was sampled on a rank that holds a shard of the vocabulary
     logits: Tensor | None = None
     # [b, B - 1] fp32, the drafter's highest probability at each position, if it was asked for. Not
     # that of a sampled draft: which rows are verified must not depend on what was drawn

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import widths as plugin
 
-from sglang_dflash.testing.server import Server
+from sglang_dflash.testing.server import SCHEDULES, Server
 from tests.e2e.conftest import SCRIPTED, SHAPE
 from tests.e2e.test_metrics import totals
 from tests.e2e.test_widths import added
@@ -30,6 +32,7 @@ def two_ranks(given: Path) -> Iterator[Server]:
     """The embedded pair sharded over two ranks, which communicate over gloo."""
     # with a single NUMA node, SGLang must be told the cores of each rank
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "PYTHONPATH": SCRIPTED, "WIDTHS": str(given)}
+    env |= SCHEDULES["plan stream"]
     metrics = ("--enable-metrics", "--decode-log-interval", "10")
     with Server(*SHAPE, "--tp-size", "2", *metrics, env=env) as server:
         yield server
@@ -42,6 +45,34 @@ def test_two_ranks_answer_as_plain_decoding(
     found = two_ranks.generate_all(prompts[:12], max_new_tokens=NEW_TOKENS)
     assert [a["output_ids"] for a in found] == [a["output_ids"] for a in expected]
     assert two_ranks.acceptance()["accept_length"] >= 2.0
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"frequency_penalty": 0.7}, {"regex": "[a-z ,.]{20,60}"}],
+    ids=["penalty", "grammar"],
+)
+def test_two_ranks_adjust_logits_as_plain_decoding(
+    plain: Server, two_ranks: Server, prompts: list[list[int]], params: dict[str, Any]
+) -> None:
+    expected = plain.generate_all(prompts[:4], max_new_tokens=NEW_TOKENS, **params)
+    found = two_ranks.generate_all(prompts[:4], max_new_tokens=NEW_TOKENS, **params)
+    assert [a["output_ids"] for a in found] == [a["output_ids"] for a in expected]
+
+
+@pytest.mark.parametrize("top_k", [-1, 8], ids=["unfiltered", "top_k"])
+def test_greedy_requests_beside_sampled_ones_answer_as_plain_decoding(
+    plain: Server, two_ranks: Server, prompts: list[list[int]], top_k: int
+) -> None:
+    """Ranks that drew different drafts would mix the activations of different tokens."""
+    expected = plain.generate_all(prompts[:6], max_new_tokens=NEW_TOKENS)
+    sampled = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "top_k": top_k}
+    with ThreadPoolExecutor(1) as beside:
+        drawn = beside.submit(two_ranks.generate_all, prompts[6:12], **sampled)
+        found = two_ranks.generate_all(prompts[:6], max_new_tokens=NEW_TOKENS)
+    assert [a["output_ids"] for a in found] == [a["output_ids"] for a in expected]
+    for answer in drawn.result():
+        assert answer["meta_info"]["finish_reason"]["type"] in ("stop", "length")
 
 
 def test_ranks_choose_their_rows_as_the_first_one_does(

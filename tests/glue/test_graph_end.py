@@ -203,19 +203,19 @@ def test_the_end_of_a_draft_graph_leaves_the_drafts_and_what_they_were_chosen_fr
     graphs = captured(draft_runner, block_head, hidden, randomness, *sizes)
     # the graph that ran last
     size = sizes[-1]
-    found = graphs.drafts_of(SimpleNamespace(can_run_graph=True), size)
+    noise = randomness.for_batch(size)
+    found = graphs.drafts_of(SimpleNamespace(can_run_graph=True), size, noise)
     assert found is not None
     drafts, logits, confidence = found
     with torch.inference_mode():  # as in a step
         rows = block_head.masked_rows(hidden[: 4 * size], 3)
-        noise = randomness.for_batch(size)
         expected, from_logits, _ = block_head.draft(rows, noise, wanted=3)
     assert logits is not None and logits.shape == (size, 3, VOCAB)
     torch.testing.assert_close(logits, from_logits)
     assert torch.equal(drafts, expected) and not torch.equal(drafts[0], drafts[1])
     assert torch.equal(drafts[0], logits.argmax(-1))
     torch.testing.assert_close(confidence, logits.softmax(-1).amax(-1))
-    assert graphs.drafts_of(SimpleNamespace(can_run_graph=False), 1) is None
+    assert graphs.drafts_of(SimpleNamespace(can_run_graph=False), 1, noise) is None
 
 
 @pytest.mark.usefixtures("without_packed_products")
@@ -225,9 +225,9 @@ def test_large_draft_graphs_end_without_a_head(draft_runner: Any, block_head: Bl
     sizes = (24, HEAD_IN_GRAPH + 1, HEAD_IN_GRAPH, 4)
     graphs = captured(draft_runner, block_head, hidden, noise_source(24), *sizes)
     in_graph = SimpleNamespace(can_run_graph=True)
-    assert graphs.drafts_of(in_graph, HEAD_IN_GRAPH + 1) is None
-    assert graphs.drafts_of(in_graph, 24) is None
-    found = graphs.drafts_of(in_graph, HEAD_IN_GRAPH)
+    assert graphs.drafts_of(in_graph, HEAD_IN_GRAPH + 1, None) is None
+    assert graphs.drafts_of(in_graph, 24, None) is None
+    found = graphs.drafts_of(in_graph, HEAD_IN_GRAPH, None)
     assert found is not None
     drafts, logits, _ = found
     assert logits is not None and logits.shape == (HEAD_IN_GRAPH, 3, VOCAB)

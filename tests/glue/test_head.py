@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import nn
 
+from sglang_dflash.buffers import StepRandomness
 from sglang_dflash.glue import compat
+from sglang_dflash.glue.cpu import products
 from sglang_dflash.glue.models import heads
+from sglang_dflash.glue.step.graph_outputs import DraftGraphs
 from sglang_dflash.kernels import TORCH
 from tests.glue.test_draft_model import as_rank
 
 VOCAB, HIDDEN = 100, 16
+
+T = TypeVar("T")
 
 
 def draft_head(lm_head: Any) -> heads.DraftHead:
@@ -27,6 +36,43 @@ def parallel_head(monkeypatch: pytest.MonkeyPatch, *, rank: int, size: int) -> A
     monkeypatch.setitem(vars(compat), "get_tp_group", lambda: group)
     with as_rank(rank, size):
         return compat.VocabParallelEmbedding(VOCAB, HIDDEN, params_dtype=torch.float32)
+
+
+class Meeting:
+    """The group of ranks that run in threads of one process: each gets the parts of all."""
+
+    def __init__(self, size: int) -> None:
+        self.world_size = size
+        self._barrier = threading.Barrier(size, timeout=30)
+        self._parts: dict[int, torch.Tensor] = {}
+
+    def all_gather(self, rank: int, part: torch.Tensor, dim: int) -> torch.Tensor:
+        self._parts[rank] = part
+        self._barrier.wait()
+        found = torch.cat([self._parts[i] for i in range(self.world_size)], dim)
+        self._barrier.wait()
+        return found
+
+
+def on_two_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+    weight: torch.Tensor,  # [V, H], of the whole head
+    ask: Callable[[heads.DraftHead], T],
+) -> list[T]:
+    """Return what each of two ranks answers, with its shard of the head."""
+    monkeypatch.setattr(products, "multiply", lambda _x, _weight: None)
+    meeting = Meeting(2)
+
+    def shard_of(rank: int) -> heads.DraftHead:
+        lm_head = parallel_head(monkeypatch, rank=rank, size=2)
+        head = draft_head(lm_head)
+        lm_head.weight.data[: head._size] = weight[head._start : head._start + head._size]
+        gather = partial(meeting.all_gather, rank)
+        head._group = SimpleNamespace(world_size=2, all_gather=gather)
+        return head
+
+    with ThreadPoolExecutor(2) as ranks:
+        return list(ranks.map(ask, [shard_of(rank) for rank in (0, 1)]))
 
 
 def test_a_tied_embedding_is_whole_on_every_rank() -> None:
@@ -63,23 +109,47 @@ def test_ranks_are_as_confident_as_one_with_the_whole_vocabulary(
     expected = TORCH.peak_probabilities(hidden @ weight.T, logit_cap)
     assert torch.equal(draft_head(whole).confidence(hidden @ weight.T, logit_cap), expected)
 
-    def ask(rank: int, gather: Any) -> torch.Tensor:
-        head = draft_head(parallel_head(monkeypatch, rank=rank, size=2))
-        head._group = SimpleNamespace(world_size=2, all_gather=gather)
-        shard = slice(head._start, head._start + head._size)
-        return head.confidence(hidden @ weight[shard].T, logit_cap)
+    def ask(head: heads.DraftHead) -> torch.Tensor:
+        return head.confidence(head.multiply(hidden), logit_cap)
 
-    sent: list[torch.Tensor] = []
-
-    def send(part: torch.Tensor, dim: int) -> torch.Tensor:
-        sent.append(part)
-        return torch.cat([part, part], dim)
-
-    for rank in (0, 1):
-        ask(rank, send)
-    for rank in (0, 1):
-        found = ask(rank, lambda _part, dim: torch.cat(sent, dim))
+    for found in on_two_ranks(monkeypatch, weight, ask):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["outside a graph", "in a graph"])
+def test_ranks_draft_as_one_with_the_whole_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, in_graph: bool
+) -> None:
+    """Argmax drafts, sampled drafts and the logits that say whether these are kept. If sampled
+    drafts fell back to argmax, fewer would be kept at temperature 1 than on one card."""
+    weight, hidden = torch.randn(VOCAB, HIDDEN), torch.randn(8, HIDDEN)
+    randomness = StepRandomness(2, 4, "cpu")
+    noise = randomness.for_batch(2)
+    noise.keys.random_()
+    noise.scales.fill_(1.0)
+
+    def ask(head: heads.DraftHead) -> list[heads.Drafted]:
+        blocks = heads.BlockHead(head, block_size=4, logit_cap=5.0)
+        if not in_graph:
+            rows = blocks.masked_rows(hidden, 3)
+            return [blocks.draft(rows, each, wanted=3) for each in (None, noise)]
+        graphs, runner = DraftGraphs(blocks), SimpleNamespace(device="cpu", capture_tail_hooks=[])
+        sizes = {"max_requests": 2, "max_with_head": 2}
+        graphs.install(runner, **sizes, with_confidence=False, randomness=randomness)
+        output = SimpleNamespace(hidden_states=hidden)
+        runner.capture_tail_hooks[0](SimpleNamespace(capture_bs=[2]), output, None, 8)
+        replayed = SimpleNamespace(can_run_graph=True)
+        found = [graphs.drafts_of(replayed, 2, each) for each in (None, noise)]
+        return [each for each in found if each is not None]
+
+    on_ranks = on_two_ranks(monkeypatch, weight, ask)
+    _, whole = ask(draft_head(nn.Embedding(VOCAB, HIDDEN, _weight=weight)))
+    assert not torch.equal(whole.drafts[0], whole.drafts[1])
+    for greedy, sampled in on_ranks:
+        assert torch.equal(greedy.drafts[0], whole.drafts[0])
+        assert greedy.logits is None, "greedy steps gather no logits"
+        assert torch.equal(sampled.drafts, whole.drafts)
+        torch.testing.assert_close(sampled.logits, whole.logits)
 
 
 def test_a_part_of_a_vocabulary_that_says_nothing_is_refused() -> None:

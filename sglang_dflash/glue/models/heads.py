@@ -31,6 +31,7 @@ class DraftHead:
         self._ops = ops
         self._start = shard.org_vocab_start_index if shard is not None else 0
         self._size = shard.num_org_elements if shard is not None else vocab_size
+        self._vocab_size = vocab_size
         self._group = compat.get_tp_group() if shard is not None else None
 
     def allocate_logits(self, rows: int) -> Tensor:
@@ -47,13 +48,24 @@ class DraftHead:
         """Return a view of logits without the padding columns."""
         return logits[:, : self._size]
 
+    def all_logits(self, logits: Tensor) -> Tensor:
+        """Return the logits of the whole vocabulary, [n, V], from this rank's."""
+        if self.sees_all:
+            return logits
+        assert self._group is not None
+        # with their padding all shards have the same size; it follows the last token
+        padding = self._head.weight.shape[0] - logits.shape[1]
+        padded = torch.nn.functional.pad(logits, (0, padding))
+        return self._group.all_gather(padded, dim=-1)[:, : self._vocab_size]
+
     def choose(self, logits: Tensor, *, logit_cap: float, noise: Noise | None) -> Tensor:
         """Return the argmax of each row of logits and, with noise, a sampled token;
-        [1 or 2, n] int64. With a sharded vocabulary nothing is sampled."""
-        if self.sees_all:
-            if noise is None:
-                return self._ops.argmax_rows(logits)[None]
+        [1 or 2, n] int64. With noise, the logits are those of the whole vocabulary, otherwise this
+        rank's."""
+        if noise is not None:
             return self._ops.argmax_and_sample(logits, logit_cap, noise)
+        if self.sees_all:
+            return self._ops.argmax_rows(logits)[None]
         assert self._group is not None
         highest = self._ops.argmax_rows(logits)
         values = logits.gather(1, highest[:, None]).T
@@ -116,7 +128,7 @@ class Drafted(NamedTuple):
     """The head's output for the masked rows of b blocks, without anchors."""
 
     drafts: Tensor  # [1 or 2, b, wanted] int64: argmax and, with noise, sampled
-    logits: Tensor | None  # [b, wanted, V]; None if the vocabulary is sharded
+    logits: Tensor | None  # [b, wanted, V]; None if the vocabulary is sharded and nothing sampled
     confidence: Tensor | None = None  # [b, wanted] fp32, if asked for: the highest probability
 
 
@@ -169,21 +181,31 @@ class BlockHead:
     ) -> Drafted:
         """Return the drafts of masked rows."""
         logits = self._head.multiply(rows, out)
-        drafts = self._head.choose(logits, logit_cap=self._logit_cap, noise=noise)
         confidence = None
         if with_confidence:
             confidence = self._head.confidence(logits, self._logit_cap).unflatten(0, (-1, wanted))
-        return Drafted(
-            drafts.unflatten(1, (-1, wanted)), self._by_block(logits, wanted), confidence
-        )
+        return self.choose(logits, noise, wanted=wanted, confidence=confidence)
 
-    def logits_by_block(self, logits: Tensor, size: int) -> Tensor | None:
-        """Return the logits as `draft` does, from a buffer that holds those of `size` blocks."""
-        wanted = self.block_size - 1
-        return self._by_block(self._head.without_vocab_padding(logits[: size * wanted]), wanted)
+    def choose(
+        self, logits: Tensor, noise: Noise | None, *, wanted: int, confidence: Tensor | None
+    ) -> Drafted:
+        """Return the drafts of masked rows, from this rank's logits."""
+        if noise is not None:
+            # whether a sampled draft is kept depends on the whole distribution
+            logits = self._head.all_logits(logits)
+        drafts = self._head.choose(logits, logit_cap=self._logit_cap, noise=noise)
+        is_whole = noise is not None or self._head.sees_all
+        by_block = logits.unflatten(0, (-1, wanted)) if is_whole else None
+        return Drafted(drafts.unflatten(1, (-1, wanted)), by_block, confidence)
 
-    def _by_block(self, logits: Tensor, wanted: int) -> Tensor | None:
-        return logits.unflatten(0, (-1, wanted)) if self._head.sees_all else None
+    def in_buffer(self, logits: Tensor, requests: int) -> Tensor:
+        """Return this rank's logits of `requests` blocks, without padding, from a buffer."""
+        return self._head.without_vocab_padding(logits[: requests * (self.block_size - 1)])
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether this rank has the whole vocabulary."""
+        return self._head.sees_all
 
 
 class VerifyHead:

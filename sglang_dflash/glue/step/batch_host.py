@@ -117,7 +117,7 @@ class BatchHost:
         turns = graphs.turns(context.anchors.shape[0])
         if len(turns) == 1:
             result = self._run_drafter(turns[0], context, masked)
-            found = graphs.drafts_of(result, turns[0].stop)
+            found = graphs.drafts_of(result, turns[0].stop, noise)
             if found is None:
                 hidden = result.logits_output.hidden_states
                 found = head.draft_blocks(

@@ -18,6 +18,7 @@ from sglang_dflash.buffers import StepRandomness
 from sglang_dflash.glue import changes
 from sglang_dflash.glue.models.heads import BlockHead, Drafted, VerifyHead
 from sglang_dflash.glue.step.draft_cache import DraftCache
+from sglang_dflash.kernels import Noise
 
 # requests up to which draft graphs contain the head if widths change: with fewer requests a step is
 # too short for more launches
@@ -125,7 +126,8 @@ class DraftGraphs:
                 )
             outputs = self._outputs
             rows, out = self._head.masked_rows(hidden, wanted), outputs.logits[: size * wanted]
-            noise = randomness.for_batch(size)
+            # sharded logits are gathered to sample, which would slow greedy steps, too
+            noise = randomness.for_batch(size) if self._head.sees_all else None
             found = self._head.draft(
                 rows, noise, wanted=wanted, with_confidence=with_confidence, out=out
             )
@@ -141,19 +143,22 @@ class DraftGraphs:
         size = self._largest or requests
         return [slice(i, min(i + size, requests)) for i in range(0, requests, size)]
 
-    def drafts_of(self, draft_result: Any, size: int) -> Drafted | None:
+    def drafts_of(self, draft_result: Any, size: int, noise: Noise | None) -> Drafted | None:
         """Return the result of `BlockHead.draft` for whole blocks of `size` requests; None if the
         pass ran outside a graph, or in one without the head."""
         if self._outputs is None or size > self._largest_with_head:
             return None
         if not draft_result.can_run_graph:
             return None
-        outputs = self._outputs
-        return Drafted(
-            outputs.drafts[:, :size],
-            self._head.logits_by_block(outputs.logits, size),
-            None if outputs.confidence is None else outputs.confidence[:size],
-        )
+        outputs, wanted = self._outputs, self._head.block_size - 1
+        logits = self._head.in_buffer(outputs.logits, size)
+        confidence = None if outputs.confidence is None else outputs.confidence[:size]
+        if self._head.sees_all:
+            by_block = logits.unflatten(0, (-1, wanted))
+            return Drafted(outputs.drafts[:, :size], by_block, confidence)
+        if noise is None:
+            return Drafted(outputs.drafts[:, :size], None, confidence)
+        return self._head.choose(logits, noise, wanted=wanted, confidence=confidence)
 
 
 def _end_graphs_with(tail: Callable[..., None], runner: Any, *, why: str) -> None:
