@@ -24,6 +24,10 @@ SMALLEST_SLOPE, LARGEST_SLOPE = 0.2, 3.0
 START_PRECISION, POSITION_PRECISION = (1.0, 4.0), (16.0, 16.0)
 # outcomes are remembered for this many steps of a batch, or of one request if there are few
 CALIBRATION_STEPS, CALIBRATION_REQUEST_STEPS = 64, 256
+# outcomes contradict the fit when, over this many steps or those of one request, they are off by so
+# many standard deviations and by so large a share; then next to nothing of the evidence is kept
+SURPRISE_STEPS, SURPRISE_REQUEST_STEPS = 4, 16
+SURPRISE_DEVIATIONS, SURPRISE_SHARE, SURPRISE_ATTEMPTS = 5.0, 0.2, 2.0
 # the fit is renewed when this share of its evidence is new
 NEW_SHARE = 0.1
 # Newton steps of one fit, how far they may go, and the change that ends them: far from the optimum
@@ -44,7 +48,8 @@ class Calibration:
 
     sigmoid(offset + slope * logit(confidence)) by position. Which drafts are attempted depends on
     confidences alone, so outcomes given the confidence are unbiased. They are counted in bins of
-    the logit, decayed, and fitted by a regularised logistic regression.
+    the logit, decayed, and fitted by a regularised logistic regression. When they contradict the
+    fit, the drafter meets other text: what was learnt before is dropped, rather than outlived.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -60,6 +65,9 @@ class Calibration:
         self._positions = np.arange(block_size - 1)
         self._first_bins = self._positions * BINS
         self._evidence = self._new = 0.0
+        self.surprises = 0
+        # decayed: attempts, successes beyond those expected, and the variance of that
+        self._attempts = self._excess = self._variance = 0.0
 
     def record(self, confidence: ArrayLike, rows: ArrayLike, num_correct: ArrayLike) -> Floats32:
         """Learn from a step: [b, D] confidences, [b] rows with the anchor's, [b] correct drafts.
@@ -75,8 +83,10 @@ class Calibration:
             bins += self._first_bins[:drafts]
             # the first draft that is not correct was attempted, those behind it were not
             (failed,) = (correct < verified).nonzero()
-            successes = bins[self._positions[:drafts] < correct[:, None]]
-            failures = bins[failed, correct[failed]]
+            is_attempted = self._positions[:drafts] < correct[:, None]
+            successes, failures = bins[is_attempted], bins[failed, correct[failed]]
+            is_attempted[failed, correct[failed]] = True
+            self._compare(logits, is_attempted, len(successes))
             self._scale(1 - 1 / max(CALIBRATION_STEPS, CALIBRATION_REQUEST_STEPS / requests))
             for counts, outcomes in zip(self._counts, (successes, failures), strict=True):
                 counts += np.bincount(outcomes, minlength=counts.size).reshape(counts.shape)
@@ -85,6 +95,23 @@ class Calibration:
             if self._new > NEW_SHARE * self._evidence:
                 self._fit()
         return self._survival(logits)
+
+    def _compare(self, logits: Floats32, is_attempted: NDArray[np.bool_], num_correct: int) -> None:
+        """Compare a step's outcomes with the fit, and drop the evidence if they contradict it."""
+        requests, drafts = logits.shape
+        fitted = (self.offsets[:drafts] + self.slopes[:drafts] * logits)[is_attempted]
+        rates = 1 / (1 + np.exp(-fitted))
+        expected = float(rates.sum())
+        kept = 1 - 1 / max(SURPRISE_STEPS, SURPRISE_REQUEST_STEPS / requests)
+        self._attempts = kept * self._attempts + len(rates)
+        self._excess = kept * self._excess + num_correct - expected
+        self._variance = kept * self._variance + expected - float(np.vdot(rates, rates))
+        # one more for the rates themselves: they are estimates
+        deviations = abs(self._excess) / (1 + self._variance) ** 0.5
+        if deviations > SURPRISE_DEVIATIONS and abs(self._excess) > SURPRISE_SHARE * self._attempts:
+            self.surprises += 1
+            self.forget(SURPRISE_ATTEMPTS)
+            self._attempts = self._excess = self._variance = 0.0
 
     def forget(self, attempts: float) -> None:
         """Keep what was found, but only as much evidence as this many attempts."""

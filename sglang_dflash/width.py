@@ -45,11 +45,12 @@ LEAST_KEPT = 0.1
 # what is left of the evidence when a probe looks again: about as much as the probe adds
 PROBE_ATTEMPTS, PROBE_REQUESTS = 16.0, 8
 # the same where rows are shared out: drafts that a probe verifies, and what is left of the curve,
-# next to nothing, as a probe shows the confidences of all requests
+# next to nothing, as a probe shows the confidences of all requests. So it is when outcomes
+# contradict what was learnt
 PROBE_DRAFTS, PROBE_KEPT = 16, 1 / 256
 LARGEST_WEIGHT = 1e6
 
-# another width must be better by this factor
+# another width must be better by this factor, unless it is a smaller one where rows are shared out
 HYSTERESIS = 1.02
 # of steps that share rows out the smallest is taken that is this close to the best
 TIE = 1.005
@@ -195,7 +196,8 @@ class WidthPolicy:
         while rates[place] * (TIE if is_shared else 1) < best:
             place += 1
         last = self._nearest(choices, requests)
-        if rates[place] < HYSTERESIS * rates[last]:
+        is_smaller = is_shared and 0 < place < last and rates[place] > rates[last]
+        if rates[place] < HYSTERESIS * rates[last] and not is_smaller:
             # of those that cost the same as the last one the widest is best
             place = len(ms) - 1 - ms[::-1].index(ms[last])
         now = self._clock()
@@ -226,7 +228,11 @@ class WidthPolicy:
         """Learn from a step whose rows were shared out: each request's rows and number of correct
         drafts, [b], and the confidence of all its drafts, verified or not, [b, D]."""
         rows = np.asarray(rows)
+        surprises = self.calibration.surprises
         survival = self.calibration.record(confidence, rows, num_correct)
+        if self.calibration.surprises > surprises:
+            self.acceptance.forget(PROBE_ATTEMPTS)
+            self.curve.keep(PROBE_KEPT)
         requests, drafts = survival.shape
         if not requests:
             return

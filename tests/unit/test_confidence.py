@@ -211,13 +211,38 @@ def test_what_was_forgotten_is_learnt_anew_from_little() -> None:
         calibration = Calibration(2)
         for _ in range(300):
             calibration.record(confidence, np.full(16, 2), np.zeros(16, dtype=int))
-        before = calibration.survival(confidence)[0, 0]
+        before, surprises = calibration.survival(confidence)[0, 0], calibration.surprises
         assert before < 0.02
         calibration.forget(attempts)
         assert calibration.survival(confidence)[0, 0] == before
-        calibration.record(confidence, np.full(16, 2), np.ones(16, dtype=int))
+        # too few to contradict what was learnt
+        calibration.record(confidence, np.full(16, 2), np.arange(16) < 4)
         rates.append(calibration.survival(confidence)[0, 0])
-    assert rates[0] > 0.4 and rates[1] < 0.05
+        assert calibration.surprises == surprises
+    assert rates[0] > 0.08 and rates[1] < 0.03
+
+
+@pytest.mark.parametrize("turns_right", [False, True])
+def test_outcomes_that_contradict_the_fit_replace_the_evidence(turns_right: bool) -> None:
+    """Otherwise a drafter that meets other text would be trusted for as long as it was before."""
+    confidence = np.full((16, 1), 0.8)
+    calibration = Calibration(2)
+    for _ in range(300):
+        calibration.record(confidence, np.full(16, 2), np.full(16, int(not turns_right)))
+    before = calibration.surprises
+    for _ in range(4):
+        calibration.record(confidence, np.full(16, 2), np.full(16, int(turns_right)))
+    found = calibration.survival(confidence)[0, 0]
+    assert found > 0.8 if turns_right else found < 0.2
+    assert calibration.surprises == before + 1
+
+
+@pytest.mark.parametrize("requests", [2, 16, 256])
+def test_chance_is_no_surprise(requests: int) -> None:
+    calibration = Calibration(BLOCK)
+    drafter = Drafter([2.0, 8.0] * (requests // 2))
+    serve(drafter, 500, rows_each=4.0, calibration=calibration)
+    assert calibration.surprises == 0
 
 
 @pytest.mark.parametrize("requests", [2, 8, 64])
