@@ -16,8 +16,9 @@ A point is measured in rounds: all of its requests start together, and the steps
 from --from-tokens to --to-tokens generated tokens are timed, on average over the requests
 (benchmarks/load_windows.py). So all systems are measured at the same contexts. Rounds with fresh
 requests follow, at most --rounds, until each of two windows, which share them, has --seconds. A
-round before them is not timed: in it the automatic width learns the profile. If the KV pool is too
-small, as with 256 requests of the 31B, stretches end at fewer tokens, and the table marks it.
+round before them is not timed, nor longer than --warm-seconds: in it the automatic width learns the
+profile. If the KV pool is too small, as with 256 requests of the 31B, stretches end at fewer
+tokens, and the table marks it.
 
 Writes OUT.json and OUT.md after every point and OUT.png after every system. `--into FILE.json` adds
 to the results of earlier calls at the same commit and measures only what is missing there;
@@ -47,7 +48,7 @@ from sglang_dflash.testing.server import ServerProcess
 
 SHAPES = ROOT / "benchmarks" / "shapes"
 REQUESTS = (1, 4, 8, 16, 32, 64, 128, 256)
-PROFILES = ("accept2", "accept4.2", "accept6", "accept8", "accept2+accept8", "accept1", "recorded")
+PROFILES = ("accept2", "accept4.2", "accept6", "accept8", "accept2+accept8", "recorded", "accept1")
 SYSTEMS = ("plain", "ours-16", "ours")
 AUTOMATIC = ("ours", "ours-uniform")
 BLOCK_SIZE = 16
@@ -73,8 +74,8 @@ class Start(NamedTuple):
         """Return the profiles and numbers of requests to measure."""
         return [
             (profile, n)
-            for n in sorted(sizes)
             for profile in self.profiles
+            for n in sorted(sizes)
             # a mixture needs a request of each kind
             if n >= len((profile or "").split("+")) and not (self.is_fixed and n > FIXED_MOST)
         ]
@@ -159,7 +160,7 @@ def measure(
     def is_warm(laps: list[Lap]) -> bool:
         steady = load_windows.steady(laps, num_requests)
         seconds = load_windows.seconds_of(laps[i] for i in steady)
-        return is_over(laps) or seconds >= options.seconds
+        return is_over(laps) or seconds >= options.warm_seconds
 
     run_round(0, is_warm)
     before = width_state(server)
@@ -350,6 +351,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--from-tokens", type=int, default=32, help="before a timed stretch")
     parser.add_argument("--to-tokens", type=int, default=160, help="at the end of the stretch")
     parser.add_argument("--seconds", type=float, default=1.0, help="least time of a window")
+    parser.add_argument("--warm-seconds", type=float, default=2.0, help="most time to warm up")
     parser.add_argument("--rounds", type=int, default=12, help="most timed rounds of a point")
     parser.add_argument("--ours-args", default="", help="further server arguments of ours, quoted")
     systems.add_backend_option(parser)

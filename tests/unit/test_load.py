@@ -173,7 +173,7 @@ def test_rounds_are_timed_until_both_windows_are_long_enough(
 
 def test_a_slow_warm_up_ends_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = Rounds(8.0)  # a lap is a second
-    measured(rounds, monkeypatch, "--seconds", "3")
+    measured(rounds, monkeypatch, "--seconds", "3", "--warm-seconds", "3")
     assert rounds.laps == [4, 41, 41]
 
 
@@ -250,7 +250,8 @@ def test_one_server_per_system_measures_what_it_can() -> None:
     assert plain.points(sizes) == [(None, 1), (None, 128), (None, 256)]
     both = ["accept2", "accept2+accept8"]
     assert fixed.points(sizes) == [("accept2", 1), (both[0], 128), (both[1], 128)]
-    assert auto.points(sizes) == [*fixed.points(sizes), (both[0], 256), (both[1], 256)]
+    # the profile changes rarely: the automatic width has to learn it
+    assert auto.points(sizes) == [("accept2", n) for n in sizes] + [(both[1], 128), (both[1], 256)]
     assert in_tree.points(sizes) == [("accept4.2", 1), ("accept4.2", 128)]
     assert options.server_args == ["--mem-fraction-static", "0.88"]
     assert load.server_command(auto, 256, options)[-2:] == options.server_args
