@@ -81,7 +81,7 @@ def ask(
                 question=question.id,
                 turn=turn,
                 text=content,
-                token_ids=tuple(choice.token_ids),
+                token_ids=tuple(_token_ids(choice)),
                 verify_steps=choice.meta_info.get("spec_verify_ct", 0),
                 histogram=tuple(choice.meta_info.get("spec_correct_drafts_histogram", ())),
                 is_cut=choice.finish_reason == "length",
@@ -90,6 +90,12 @@ def ask(
             )
         )
     return answers
+
+
+def _token_ids(choice: Any) -> list[int]:
+    """Return the tokens of a chat completion, under the name that the release of SGLang gives."""
+    given = choice.model_dump()
+    return given["response_token_ids"] if "response_token_ids" in given else given["token_ids"]
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,10 @@ def save_draft_kv(host: Any, req: Any, positions: Any, slots: Any) -> None:
 
     from sglang_dflash.glue import seams
 
-    # single-request batches only: the committed rows are those not sent to the scratch slot
-    end = int(positions[slots != 0].max()) + 1
-    table = host.slot_table()[seams.row_of(req), :end].long()
+    # the request's committed rows: those that went to its own slots
+    table = host.slot_table()[seams.row_of(req)].long()
+    end = int(positions[(slots != 0) & (slots == table[positions])].max()) + 1
+    table = table[:end]
     pool = host._runtime.draft_runner.token_to_kv_pool
     layers = range(host._runtime.config.drafter.num_layers)
     keys_values = [[buffer[table].clone() for buffer in pool.get_kv_buffer(i)] for i in layers]
