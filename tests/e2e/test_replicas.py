@@ -21,7 +21,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two replicas 
 @pytest.fixture(scope="module")
 def two_replicas(prompts: list[list[int]]) -> Iterator[Server]:
     """Two replicas of the embedded pair, after eight sequential requests."""
-    with Server(*SHAPE, "--dp-size", "2", "--enable-metrics") as server:
+    # with a single NUMA node, newer releases must be told the cores of each replica
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with Server(*SHAPE, "--dp-size", "2", "--enable-metrics", env=env) as server:
         for prompt in prompts[:8]:
             server.generate(prompt, max_new_tokens=NEW_TOKENS)
         yield server
