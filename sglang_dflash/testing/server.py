@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -177,10 +177,17 @@ class Server(ServerProcess):
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=300)
 
     def generate(
-        self, input_ids: list[int], *, rid: str | None = None, **sampling_params: Any
+        self,
+        input_ids: list[int],
+        *,
+        rid: str | None = None,
+        fields: Mapping[str, Any] | None = None,
+        **sampling_params: Any,
     ) -> dict[str, Any]:
-        """Query SGLang's native /generate, greedy by default; return the full response."""
+        """Query SGLang's native /generate, greedy by default; return the full response. `fields`
+        are further ones of the request."""
         body: dict[str, Any] = {
+            **(fields or {}),
             "input_ids": input_ids,
             "sampling_params": {"temperature": 0, **sampling_params},
         }
