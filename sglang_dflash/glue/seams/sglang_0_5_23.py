@@ -35,7 +35,8 @@ def also_refused(server_args: Any) -> dict[str, bool]:
     return {
         "--enable-unified-memory, which moves KV to other slots": server_args.enable_unified_memory,
         "--enable-watermark, whose sampler our kernels do not have": server_args.enable_watermark,
-        f"DP attention (--attn-dp-size {server_args.attn_dp_size})": server_args.attn_dp_size != 1,
+        f"DP attention (--attn-dp-size {server_args.attn_dp_size}), where a model's ranks have "
+        "different requests": server_args.attn_dp_size != 1,
         f"attention context parallelism (--attn-cp-size {server_args.attn_cp_size})": (
             server_args.attn_cp_size != 1
         ),

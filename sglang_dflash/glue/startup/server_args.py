@@ -171,9 +171,9 @@ def _refuse_unsupported(server_args: Any) -> None:
         )
     asked = {
         f"pipeline parallelism (--pp-size {server_args.pp_size})": server_args.pp_size != 1,
-        "DP attention (--enable-dp-attention)": compat.resolved_view(
-            server_args
-        ).enable_dp_attention,
+        "DP attention (--enable-dp-attention), where a model's ranks have different requests": (
+            compat.resolved_view(server_args).enable_dp_attention
+        ),
         f"PD disaggregation (--disaggregation-mode {server_args.disaggregation_mode})": (
             server_args.disaggregation_mode != "null"
         ),
