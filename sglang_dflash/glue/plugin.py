@@ -117,6 +117,18 @@ def _all_hooks() -> dict[str, Hook]:
             weight_updates.renew_after_session, "rebuilds state derived from weights"
         ),
         "spec_metrics": Hook(describe.describe_request, "a response reports its own acceptance"),
+        **_hooks_on_disaggregation(),
+    }
+
+
+def _hooks_on_disaggregation() -> dict[str, Hook]:
+    from sglang_dflash.glue.changes import Hook
+    from sglang_dflash.glue.step import disaggregation
+
+    return {
+        "begin_decoding": Hook(
+            disaggregation.begin_decoding, "a decode server starts from our state, not SGLang's"
+        ),
     }
 
 

@@ -108,11 +108,6 @@ def test_smaller_block_is_kept(models: Path) -> None:
             id="dp attention",
         ),
         pytest.param(
-            ["--disaggregation-mode", "decode"],
-            r"PD disaggregation \(--disaggregation-mode decode\)",
-            id="pd",
-        ),
-        pytest.param(
             ["--speculative-draft-attention-backend", "fa4"],
             "fa4 cannot run.*--speculative-draft-attention-backend torch_native",
             id="draft backend",
@@ -121,6 +116,18 @@ def test_smaller_block_is_kept(models: Path) -> None:
             ["--speculative-accept-threshold-single", "0.5"],
             "accept-threshold below 1, which changes the output",
             id="lossy",
+        ),
+        pytest.param(
+            [
+                *(
+                    "--disaggregation-mode",
+                    "decode",
+                    "--disaggregation-decode-enable-offload-kvcache",
+                ),
+                *("--hicache-storage-backend", "file"),
+            ],
+            "enable-offload-kvcache, which offloads no draft KV",
+            id="offload",
         ),
         pytest.param(["--page-size", "16"], "--page-size 16 on a CPU", id="pages"),
         pytest.param(["--speculative-num-steps", "3"], "a block takes one", id="steps"),
@@ -151,6 +158,11 @@ def test_smaller_block_is_kept(models: Path) -> None:
 def test_unsupported_argument_is_refused(models: Path, extra: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(models, *extra)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_prefill_and_decode_may_be_apart(models: Path, mode: str) -> None:
+    assert parse(models, "--disaggregation-mode", mode).disaggregation_mode == mode
 
 
 @pytest.mark.skipif(not seams.also_refused(AskedForEverything()), reason="nothing to refuse here")

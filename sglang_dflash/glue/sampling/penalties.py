@@ -105,8 +105,11 @@ class PenaltyTable:
         self._device = device
         self._sums: dict[int, PenaltyState] = {}
 
-    def start(self, reqs: Sequence[Any], first_tokens: Tensor) -> None:
-        """Initialise the sums after prefill; a retracted request already has output tokens."""
+    def start(self, reqs: Sequence[Any], first_tokens: Tensor | None = None) -> None:
+        """Initialise the sums after prefill; a retracted request already has output tokens.
+
+        `first_tokens` are those that the prefill has just sampled, if the requests lack them still.
+        """
         for i, req in enumerate(reqs):
             # the row may have belonged to another request
             self._sums.pop(seams.row_of(req), None)
@@ -116,7 +119,8 @@ class PenaltyTable:
             rates = PenaltyParams.of([req], self._device)
             for token in req.output_ids:
                 sums.add(torch.tensor([token], device=self._device), rates)
-            sums.add(first_tokens[i : i + 1].long(), rates)
+            if first_tokens is not None:
+                sums.add(first_tokens[i : i + 1].long(), rates)
             self._sums[seams.row_of(req)] = sums
 
     def apply(

@@ -174,9 +174,6 @@ def _refuse_unsupported(server_args: Any) -> None:
         "DP attention (--enable-dp-attention), where a model's ranks have different requests": (
             compat.resolved_view(server_args).enable_dp_attention
         ),
-        f"PD disaggregation (--disaggregation-mode {server_args.disaggregation_mode})": (
-            server_args.disaggregation_mode != "null"
-        ),
         "--speculative-draft-window-size": server_args.speculative_draft_window_size is not None,
         "--enable-mixed-chunk": server_args.enable_mixed_chunk,
         "--enable-torch-compile, which would compile around the kernels of a verify pass": (
@@ -189,6 +186,9 @@ def _refuse_unsupported(server_args: Any) -> None:
         "KV across ranks": server_args.dcp_size != 1,
         "--enable-hierarchical-cache, which is not tested to restore draft KV with a prefix": (
             server_args.enable_hierarchical_cache
+        ),
+        "--disaggregation-decode-enable-offload-kvcache, which offloads no draft KV": (
+            server_args.disaggregation_decode_enable_offload_kvcache
         ),
         "--enable-memory-saver, because nothing reloads the drafter after a release": (
             server_args.enable_memory_saver

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,15 +32,25 @@ class DFlashState(compat.SpecInput):
     topk_index = None
     hidden_states = None
 
-    def __init__(self, bonus_tokens: Tensor, new_seq_lens: Tensor) -> None:
+    def __init__(
+        self,
+        bonus_tokens: Tensor,
+        new_seq_lens: Tensor,
+        *,
+        future_indices: Tensor | None = None,
+        arrived: Sequence[Any] = (),
+    ) -> None:
+        """`arrived` are requests that another server has prefilled: their first step also starts
+        the state that a prefill would have started."""
         super().__init__(compat.SpecInputType.DFLASH_DRAFT)
         self.num_tokens_per_req = 1
         self.num_tokens_for_logprob_per_req = 1
         self.bonus_tokens = bonus_tokens
         self.new_seq_lens = new_seq_lens
-        self.future_indices: Tensor | None = None
+        self.future_indices = future_indices
         # host-side upper bound of each request's length during the next step
         self.reserved_lens: Tensor | None = None
+        self.arrived = list(arrived)
 
     def prepare_for_decode(self, batch: Any) -> None:
         """Allocate every request's KV slots for the next block, and free its out-of-window KV.
@@ -93,6 +104,7 @@ class DFlashState(compat.SpecInput):
 
     def merge_batch(self, other: DFlashState) -> None:
         """Append another batch's requests."""
+        self.arrived = self.arrived + other.arrived
         if self.future_indices is not None:
             assert other.future_indices is not None
             self.future_indices = torch.cat([self.future_indices, other.future_indices])

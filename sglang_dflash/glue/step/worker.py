@@ -109,6 +109,8 @@ class DFlashWorker(compat.BaseSpecWorker):
         self.width = self._width_choice(LearntCosts(self.config.block_size))
         self.layers = install_fused_layers(target_worker.model_runner.model, self.ops)
         self.updates = TargetUpdates(target_worker, bundle.draft_model_runner)
+        # whether this server only prefills, and others decode
+        self.decodes_elsewhere = seams.settings(server_args).disaggregation_mode == "prefill"
 
     def describe(self) -> dict[str, object]:
         """Return versions, kernels and configuration, for the log and /server_info."""
@@ -301,16 +303,32 @@ class DFlashWorker(compat.BaseSpecWorker):
             positions=positions,
             slots=batch.out_cache_loc,
         )
-        info = batch.sampling_info
-        if not info.is_all_greedy:
-            self.policy.start(batch.req_pool_indices, info.temperatures.flatten())
-        self.runtime.row_sampler.penalties.start(batch.reqs, result.next_token_ids)
-        self.width.prefilled()
+        if not self.decodes_elsewhere:
+            info = batch.sampling_info
+            if not info.is_all_greedy:
+                self.policy.start(batch.req_pool_indices, info.temperatures.flatten())
+            self.runtime.row_sampler.penalties.start(batch.reqs, result.next_token_ids)
+            self.width.prefilled()
         state = DFlashState(result.next_token_ids.long(), batch.seq_lens)
         RESULT.write(result, next_draft_input=state)
         return result
 
+    def _start_arrived(self, batch: Any, arrived: list[Any]) -> None:
+        """Do for requests that another server has prefilled what `_prefill` does after its pass."""
+        which = [i for i, req in enumerate(batch.reqs) if req in arrived]
+        if not which:
+            # they have ended with their first token, or were retracted at once
+            return
+        info = batch.sampling_info
+        if not info.is_all_greedy:
+            at = torch.tensor(which).to(self.device, non_blocking=True)
+            self.policy.start(batch.req_pool_indices[at], info.temperatures.flatten()[at])
+        self.runtime.row_sampler.penalties.start([batch.reqs[i] for i in which])
+        self.width.prefilled()
+
     def _decode(self, batch: Any, host: BatchHost) -> Any:
+        if batch.spec_info.arrived:
+            self._start_arrived(batch, batch.spec_info.arrived)
         context = DraftContext(
             anchors=batch.spec_info.bonus_tokens,
             lens=batch.seq_lens,

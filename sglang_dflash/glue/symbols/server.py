@@ -18,7 +18,7 @@ SERVER_ARGS = """
     speculative_algorithm quantization min_free_slots_delay model_path host port attention_backend
     chunked_prefill_size enable_deterministic_inference enable_dp_attention grammar_backend
     decode_log_interval cuda_graph_config disable_cuda_graph_padding enable_two_batch_overlap
-    enable_lora tp_size
+    enable_lora tp_size disaggregation_decode_enable_offload_kvcache
 """
 
 SYMBOLS: dict[str, Symbol] = {
@@ -173,6 +173,19 @@ SYMBOLS: dict[str, Symbol] = {
             repetition_penalty stop_token_ids structural_tag top_k top_p"""
         ),
     ),
+    # prefill and decode apart
+    "FutureMap": Symbol(
+        "srt.managers.overlap_utils", "FutureMap", attributes=names("publish stash")
+    ),
+    "publish_lens": Symbol(
+        "srt.managers.overlap_utils",
+        "FutureMap.publish",
+        order=names("future_indices new_seq_lens"),
+    ),
+    "stash_tokens": Symbol(
+        "srt.managers.overlap_utils", "FutureMap.stash", order=names("future_indices payload")
+    ),
+    "RelayPayload": Symbol("srt.managers.overlap_utils", "RelayPayload", ("bonus_tokens",)),
     # weight updates
     "join_update_group": Symbol(
         "srt.managers.tp_worker",

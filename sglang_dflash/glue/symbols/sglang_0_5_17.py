@@ -61,6 +61,19 @@ SYMBOLS: dict[str, Symbol] = {
         )
         for source in ("disk", "tensor", "distributed", "ipc")
     },
+    "begin_decoding": Symbol(
+        "srt.speculative.spec_info",
+        "SpeculativeAlgorithm.build_disagg_draft_input",
+        takes=names("batch server_args last_tokens_tensor future_map"),
+    ),
+    "process_prebuilt": Symbol(
+        "srt.disaggregation.decode_schedule_batch_mixin",
+        "ScheduleBatchDisaggregationDecodeMixin.process_prebuilt",
+        calls=(
+            "self.spec_algorithm.build_disagg_draft_input("
+            "self, server_args, last_tokens_tensor, future_map)",
+        ),
+    ),
     "worker_init": Symbol(
         "srt.speculative.dflash_worker_v2",
         "DFlashWorkerV2.__init__",

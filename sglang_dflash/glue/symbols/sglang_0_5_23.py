@@ -58,6 +58,18 @@ SYMBOLS: dict[str, Symbol] = {
     "KVLocPlan": Symbol("srt.mem_cache.kv_loc_plan", "KVLocPlan", attributes=("bind",)),
     "bind_plan": Symbol("srt.mem_cache.kv_loc_plan", "KVLocPlan.bind", order=names("batch reader")),
     # worker
+    "begin_decoding": Symbol(
+        "srt.speculative.spec_info",
+        "SpeculativeAlgorithm.build_disagg_draft_input",
+        takes=names("batch last_tokens_tensor future_map"),
+    ),
+    "process_prebuilt": Symbol(
+        "srt.disaggregation.decode_schedule_batch_mixin",
+        "ScheduleBatchDisaggregationDecodeMixin.process_prebuilt",
+        calls=(
+            "self.spec_algorithm.build_disagg_draft_input(self, last_tokens_tensor, future_map)",
+        ),
+    ),
     "worker_init": Symbol(
         "srt.speculative.dflash_worker_v2",
         "DFlashWorkerV2.__init__",
