@@ -125,9 +125,15 @@ def _hooks_on_disaggregation() -> dict[str, Hook]:
     from sglang_dflash.glue.changes import Hook
     from sglang_dflash.glue.step import disaggregation
 
+    kept = "a decode server keeps a retracted request's draft KV, too"
     return {
         "begin_decoding": Hook(
             disaggregation.begin_decoding, "a decode server starts from our state, not SGLang's"
+        ),
+        "back_up_kv": Hook(disaggregation.back_up, kept),
+        "restore_kv": Hook(disaggregation.restore, kept),
+        "match_ranks": Hook(
+            disaggregation.match_ranks, "draft KV that cannot be redistributed is refused"
         ),
     }
 

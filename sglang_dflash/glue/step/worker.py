@@ -28,6 +28,7 @@ from sglang_dflash.glue.models.verify_backend import (
 from sglang_dflash.glue.models.weight_updates import TargetUpdates
 from sglang_dflash.glue.startup.server_args import resolve_config
 from sglang_dflash.glue.startup.width_args import why_full_blocks, why_one_width
+from sglang_dflash.glue.step import disaggregation
 from sglang_dflash.glue.step.batch_host import BatchHost, take_features
 from sglang_dflash.glue.step.graph_outputs import HEAD_IN_GRAPH
 from sglang_dflash.glue.step.graph_times import time_step
@@ -165,6 +166,10 @@ class DFlashWorker(compat.BaseSpecWorker):
         self.max_requests = req_to_token_pool.req_to_token.shape[0]
         self.runtime.allocate(self.max_requests)
         self.policy = DraftPolicy(self.max_requests, self.device)
+        disaggregation.transfer(
+            self.runtime.draft_runner.token_to_kv_pool,
+            target_kv_heads=self.model_runner.model_config.get_total_num_kv_heads(),
+        )
         # before SGLang captures the target's graphs, which precede the drafter's
         self.runtime.verify_graphs.install(self.model_runner)
 

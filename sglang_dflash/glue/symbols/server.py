@@ -68,7 +68,10 @@ SYMBOLS: dict[str, Symbol] = {
     "ModelConfig": Symbol(
         "srt.configs.model_config",
         "ModelConfig",
-        attributes=names("hf_config model_path context_len vocab_size dtype model_is_mrope"),
+        attributes=names(
+            """hf_config model_path context_len vocab_size dtype model_is_mrope
+            get_total_num_kv_heads"""
+        ),
     ),
     "get_server_args": Symbol("srt.runtime_context", "get_server_args"),
     "get_parallel": Symbol("srt.runtime_context", "get_parallel"),
@@ -174,6 +177,16 @@ SYMBOLS: dict[str, Symbol] = {
         ),
     ),
     # prefill and decode apart
+    "back_up_kv": Symbol(
+        "srt.managers.schedule_batch",
+        "Req.offload_kv_cache",
+        takes=names("req_to_token_pool token_to_kv_pool_allocator"),
+    ),
+    "restore_kv": Symbol(
+        "srt.managers.schedule_batch",
+        "Req.load_kv_cache",
+        takes=names("req_to_token_pool token_to_kv_pool_allocator"),
+    ),
     "FutureMap": Symbol(
         "srt.managers.overlap_utils", "FutureMap", attributes=names("publish stash")
     ),
@@ -186,6 +199,20 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.managers.overlap_utils", "FutureMap.stash", order=names("future_indices payload")
     ),
     "RelayPayload": Symbol("srt.managers.overlap_utils", "RelayPayload", ("bonus_tokens",)),
+    "KVManager": Symbol(
+        "srt.disaggregation.common.conn",
+        "CommonKVManager",
+        attributes=names("attn_tp_size is_mla_backend kv_args"),
+    ),
+    "match_ranks": Symbol(
+        "srt.disaggregation.common.conn",
+        "CommonKVManager._resolve_rank_mapping",
+        takes=("info",),
+    ),
+    "PrefillServerInfo": Symbol(
+        "srt.disaggregation.common.conn", "PrefillServerInfo", attributes=("attn_tp_size",)
+    ),
+    "KVArgs": Symbol("srt.disaggregation.base.conn", "KVArgs", attributes=("kv_item_lens",)),
     # weight updates
     "join_update_group": Symbol(
         "srt.managers.tp_worker",

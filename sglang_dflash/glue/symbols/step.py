@@ -198,7 +198,10 @@ SYMBOLS: dict[str, Symbol] = {
     "MHATokenToKVPool": Symbol(
         "srt.mem_cache.memory_pool",
         "MHATokenToKVPool",
-        attributes=names("get_key_buffer get_value_buffer get_kv_buffer set_kv_buffer"),
+        attributes=names(
+            """get_cpu_copy get_key_buffer get_kv_buffer get_value_buffer load_cpu_copy
+            set_kv_buffer"""
+        ),
     ),
     "SWAKVPool": Symbol(
         "srt.mem_cache.swa_memory_pool",
