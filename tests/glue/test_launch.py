@@ -14,9 +14,8 @@ from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ROOT
 
 LAUNCH = ROOT / "launch"
-RECIPES = sorted(
-    path.name for path in LAUNCH.glob("*.sh") if path.name not in ("serve.sh", "cpu.sh")
-)
+OTHERS = ("serve.sh", "cpu.sh", "router.sh")
+RECIPES = sorted(path.name for path in LAUNCH.glob("*.sh") if path.name not in OTHERS)
 
 
 def run(script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
