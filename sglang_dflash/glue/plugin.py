@@ -74,7 +74,7 @@ def _all_hooks() -> dict[str, Hook]:
     from sglang_dflash.glue.changes import Hook
     from sglang_dflash.glue.models import weight_updates
     from sglang_dflash.glue.sampling import refusals
-    from sglang_dflash.glue.startup import early_exit, feature_capture, memory
+    from sglang_dflash.glue.startup import early_exit, feature_capture, memory, ranks
 
     budget = Hook(memory.budget_draft_kv, "the KV budget includes the draft KV")
     guard = Hook(
@@ -92,6 +92,9 @@ def _all_hooks() -> dict[str, Hook]:
         ),
         "model_source_paths": Hook(
             early_exit.check_paths_first, "SGLang would take a missing folder for a model name"
+        ),
+        "meet_ranks": Hook(
+            ranks.meet, "a rank that is missing, or has other settings, ends the server"
         ),
         "handle_dflash": Hook(_handle_dflash, "our checks and defaults instead of SGLang's"),
         "validate_request": Hook(

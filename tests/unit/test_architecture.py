@@ -111,7 +111,7 @@ GLUE_ALLOWED: dict[str, set[str]] = {
     "changes": {"compat", "release", "seams"},
     "cpu": {"changes", "compat", "cpu", "seams"},
     # before anything is loaded
-    "startup": {"changes", "compat", "seams", "startup"},
+    "startup": {"changes", "compat", "release", "seams", "startup"},
     # for the lifetime of the server
     "models": {"changes", "compat", "cpu", "models", "seams"},
     # within a step

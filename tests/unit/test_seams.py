@@ -59,8 +59,8 @@ def test_no_other_file_asks_for_a_release() -> None:
         code = ast.unparse(_without_docstrings(ast.parse(path.read_text())))
         found = re.findall(r"0\.5\.\d+|release\.(?:installed|judged_as|SERVED|NEWEST)", code)
         named = {"0.5.17", "0.5.23"} if path.name == "release.py" else set()
-        if path.name in ("plugin.py", "compat.py", "changes.py", "worker.py"):
-            # the refusal of others, the choice of the contract, and lines of the log
+        if path.name in ("plugin.py", "compat.py", "changes.py", "ranks.py", "worker.py"):
+            # refusals, the choice of the contract, and lines of the log
             named |= {"release.installed", "release.SERVED", "release.judged_as"}
         assert set(found) <= named, path
 

@@ -125,16 +125,22 @@ SYMBOLS: dict[str, Symbol] = {
         attributes=names("seq_lens req_pool_indices"),
     ),
     "get_tp_group": Symbol("srt.distributed", "get_tp_group"),
+    "get_world_group": Symbol("srt.distributed.parallel_state", "get_world_group"),
     "GroupCoordinator": Symbol(
         "srt.distributed.parallel_state",
         "GroupCoordinator",
-        attributes=names("all_gather broadcast broadcast_object cpu_group world_size"),
+        attributes=names(
+            "all_gather all_gather_object broadcast broadcast_object cpu_group world_size"
+        ),
     ),
     "broadcast": Symbol(
         "srt.distributed.parallel_state", "GroupCoordinator.broadcast", order=names("input_")
     ),
     "broadcast_object": Symbol(
         "srt.distributed.parallel_state", "GroupCoordinator.broadcast_object", order=names("obj")
+    ),
+    "all_gather_object": Symbol(
+        "srt.distributed.parallel_state", "GroupCoordinator.all_gather_object", order=names("obj")
     ),
     "all_gather": Symbol(
         "srt.distributed.parallel_state", "GroupCoordinator.all_gather", order=names("input_ dim")
