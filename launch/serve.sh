@@ -7,13 +7,46 @@
 # pass --speculative-num-draft-tokens. The pair is checked before anything is loaded, memory included:
 # MEM_FRACTION is the fraction of GPU memory for weights and KV, SWA_RATIO the size of the
 # sliding-window pool in tokens, as a fraction of the full-attention pool.
+# On several GPUs: TP= shares the model out, DP= runs replicas of it, each on TP GPUs. On several
+# machines: NODES= with the same MASTER=host:port on each and its own NODE_RANK=, from 0.
 set -euo pipefail
-if [ $# -lt 2 ]; then
-  echo "launch/serve.sh: needs TARGET and DRAFTER, then any server argument." >&2
+refuse() {
+  echo "launch/serve.sh: $1" >&2
   exit 2
+}
+if [ $# -lt 2 ]; then
+  refuse "needs TARGET and DRAFTER, then any server argument."
 fi
 target=$1 drafter=$2
 shift 2
+tp=${TP:-1} dp=${DP:-1} nodes=${NODES:-1}
+for count in "TP=$tp" "DP=$dp" "NODES=$nodes"; do
+  case ${count#*=} in
+    "" | 0* | *[!0-9]*) refuse "$count is not a number of GPUs or machines. Pass 1 or more." ;;
+  esac
+done
+cards=()
+if [ "$tp" != 1 ]; then cards+=(--tp-size "$tp"); fi
+if [ "$dp" != 1 ]; then cards+=(--dp-size "$dp"); fi
+if [ "$nodes" != 1 ]; then
+  if [ "$dp" != 1 ]; then
+    refuse "DP=$dp with NODES=$nodes: SGLang runs replicas on one machine only. Start a server on each and launch/router.sh in front."
+  fi
+  if [ $((tp % nodes)) != 0 ]; then
+    refuse "TP=$tp is not a multiple of NODES=$nodes. Each machine takes the same number of GPUs."
+  fi
+  if [ -z "${MASTER:-}" ] || [ "${MASTER%:*}" = "$MASTER" ]; then
+    refuse "NODES=$nodes needs MASTER=host:port, the same on each machine, and found MASTER=${MASTER:-}. Name a free port of the machine with NODE_RANK=0."
+  fi
+  case ${NODE_RANK:-} in
+    "" | *[!0-9]*) rank=$nodes ;;
+    *) rank=$NODE_RANK ;;
+  esac
+  if [ "$rank" -ge "$nodes" ]; then
+    refuse "NODES=$nodes needs NODE_RANK=0 to $((nodes - 1)), another on each machine, and found NODE_RANK=${NODE_RANK:-}."
+  fi
+  cards+=(--nnodes "$nodes" --node-rank "$rank" --dist-init-addr "$MASTER")
+fi
 python=${PYTHON:-python3}
 # by GPU memory, 80 GB or 141 GB; a recipe may set its own fraction
 card=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1 || true)
@@ -25,7 +58,7 @@ fi
 memory=(--mem-fraction-static "$fraction" --swa-full-tokens-ratio "${SWA_RATIO:-0.8}")
 # later arguments win, so each default can be overridden from the command line
 args=(
-  --model-path "$target" "${memory[@]}" --port 30000
+  --model-path "$target" "${memory[@]}" "${cards[@]}" --port 30000
 )
 module=(sglang.launch_server)
 if [ "${PLAIN:-0}" != 1 ]; then

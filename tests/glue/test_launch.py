@@ -99,6 +99,53 @@ def test_bad_input_ends_with_a_sentence(arguments: tuple[str, ...], message: str
     assert "Traceback" not in shown.stderr
 
 
+@pytest.mark.parametrize(
+    ("env", "added"),
+    [
+        ({}, ""),
+        ({"TP": "2"}, "--tp-size 2"),
+        ({"DP": "4"}, "--dp-size 4"),
+        ({"TP": "2", "DP": "2"}, "--tp-size 2 --dp-size 2"),
+        (
+            {"TP": "16", "NODES": "2", "NODE_RANK": "1", "MASTER": "10.0.0.1:25000"},
+            "--tp-size 16 --nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:25000",
+        ),
+    ],
+    ids=["one", "tp", "dp", "tp and dp", "nodes"],
+)
+def test_several_cards_are_asked_for_by_name(env: dict[str, str], added: str) -> None:
+    """A recipe passes them on, for plain decoding as well."""
+    for plain in ("0", "1"):
+        shown = run("qwen3-8b.sh", TARGET=PAIR[0], DRAFTER=PAIR[1], PLAIN=plain, **env)
+        assert shown.returncode == 0, shown.stderr
+        before, _, after = shown.stdout.partition("--swa-full-tokens-ratio 0.8 ")
+        assert before and after.startswith(f"{added} --port 30000".strip())
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"TP": "two"}, "TP=two is not a number of GPUs"),
+        ({"DP": "0"}, "DP=0 is not a number of GPUs"),
+        ({"NODES": "2", "DP": "2"}, "DP=2 with NODES=2: SGLang runs replicas on one machine only"),
+        ({"NODES": "2", "TP": "3"}, "TP=3 is not a multiple of NODES=2"),
+        ({"NODES": "2", "TP": "2"}, "needs MASTER=host:port"),
+        ({"NODES": "2", "TP": "2", "MASTER": "node0"}, "and found MASTER=node0"),
+        ({"NODES": "2", "TP": "2", "MASTER": "n:1"}, "NODE_RANK=0 to 1, another on each machine"),
+        (
+            {"NODES": "2", "TP": "2", "MASTER": "n:1", "NODE_RANK": "2"},
+            "and found NODE_RANK=2.",
+        ),
+    ],
+)
+def test_cards_that_cannot_be_are_refused_in_one_sentence(
+    env: dict[str, str], message: str
+) -> None:
+    shown = run("serve.sh", *PAIR, **env)
+    assert shown.returncode == 2 and shown.stdout == ""
+    assert message in shown.stderr and len(shown.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_names_a_pair_and_takes_another(recipe: str) -> None:
     text = Path(LAUNCH / recipe).read_text()
