@@ -13,22 +13,17 @@ import platform
 import shlex
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 import sglang_dflash
 from sglang_dflash import config as cfg
 from sglang_dflash.checkpoint import check_checkpoint
+from sglang_dflash.commands.memory_plan import FEWEST_TOKENS, GIB, RankMemory, kv_heads
 from sglang_dflash.environment import Environment
 from sglang_dflash.glue import compat, release
 from sglang_dflash.glue.startup.server_args import describe_target
-from sglang_dflash.reference import Drafter, DrafterConfig
-
-GIB = 2**30
-BYTES = 2  # per bf16 value
 
 
 @dataclass(frozen=True)
@@ -173,13 +168,57 @@ def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, 
         f"layers, block size {drafter.block_size}, features from layers "
         f"{list(drafter.target_layer_ids)}",
     )
-    sizes = {
-        "target weights": target_bytes(target_path, options),
-        "draft weights": file_bytes(draft_path) or described_draft_bytes(draft_config),
-    }
-    memory, fits = plan_memory(target_config, drafter, sizes, options)
+    rank = RankMemory.of_pair(
+        target_config, draft_config, drafter=drafter, paths=(target_path, draft_path), asked=options
+    )
+    findings = [found, *_tensor_parallelism(target_config, draft_config, options.tp_size)]
+    fits = judge_memory(rank, options)
+    memory = rank.lines(options.mem_fraction_static, card_gib(options))
     launch = recommend(target_path, draft_path, drafter, options)
-    return [found, fits], {"memory": memory, "launch": launch}
+    return [*findings, fits], {"memory": memory, "launch": launch}
+
+
+def _tensor_parallelism(target: Any, draft: Any, ranks: int) -> list[Finding]:
+    """Check that every rank gets the same number of heads; no finding without ranks."""
+    if ranks == 1:
+        return []
+    text = target.get_text_config()
+    heads = {
+        "target": (text.num_attention_heads, *kv_heads(text).values()),
+        "drafter": (draft.num_attention_heads, *kv_heads(draft).values()),
+    }
+    for role, (queries, *keys) in heads.items():
+        # with fewer KV heads than ranks, several ranks hold the same one
+        if queries % ranks or any(each % ranks and ranks % each for each in keys):
+            found = f"the {role} has {queries} query heads and {' and '.join(map(str, keys))} KV"
+            advice = f"--tp-size {ranks} does not divide them. Pass a size that does."
+            return [Finding("tensor parallelism", "bad", found, advice)]
+    return [Finding("tensor parallelism", "ok", f"{ranks} ranks share the heads equally")]
+
+
+def judge_memory(rank: RankMemory, options: argparse.Namespace) -> Finding:
+    """Check that enough memory is left for KV on each card."""
+    total, ranks = card_gib(options), options.tp_size
+    if total is None or rank.weights is None:
+        text = "not checked: needs the size of the weights, and a GPU or --gpu-memory-gb"
+        return Finding("memory", "note", text)
+    tokens = rank.tokens(total, options.mem_fraction_static)
+    if tokens >= FEWEST_TOKENS:
+        return Finding("memory", "ok", f"{tokens} tokens of KV fit")
+    room = f"{total:.0f} GiB" if ranks == 1 else f"each of {ranks} x {total:.0f} GiB"
+    advice = (
+        f"{rank.weights / GIB:.1f} GiB of weights leave no room for KV in "
+        f"{options.mem_fraction_static:g} of {room}. Use a larger card or more of them "
+        "(--tp-size), a quantised target, or a higher --mem-fraction-static."
+    )
+    return Finding("memory", "bad", f"{tokens} tokens of KV fit", advice)
+
+
+def card_gib(options: argparse.Namespace) -> float | None:
+    """Return the memory of the card that was asked about, or of the one here."""
+    if options.gpu_memory_gb is not None or not torch.cuda.is_available():
+        return options.gpu_memory_gb
+    return torch.cuda.get_device_properties(0).total_memory / GIB
 
 
 def _read(path: str, options: argparse.Namespace, *, role: str) -> Any:
@@ -192,108 +231,6 @@ def _read(path: str, options: argparse.Namespace, *, role: str) -> Any:
             f"{path} cannot be read: {reason} Pass a local folder or a name you have access to; "
             "a gated model needs its licence accepted and HF_TOKEN set."
         ) from error
-
-
-def kv_bytes_per_token(text: Any) -> dict[str, int]:
-    """Return the bytes of bf16 KV per token for each layer type."""
-
-    def first(*names: str) -> int:
-        values = (getattr(text, name, None) for name in names)
-        return next((value for value in values if value), 0)
-
-    plain_dim = first("head_dim") or text.hidden_size // text.num_attention_heads
-    # Gemma 4's layer types differ in heads and head dim, under its own config names
-    shapes = {
-        "full_attention": (
-            first("num_global_key_value_heads", "num_key_value_heads"),
-            first("global_head_dim") or plain_dim,
-        ),
-        "sliding_attention": (
-            first("swa_num_key_value_heads", "num_key_value_heads"),
-            first("swa_head_dim") or plain_dim,
-        ),
-    }
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    found: dict[str, int] = {}
-    for kind in kinds:
-        heads, dim = shapes[kind]
-        found[kind] = found.get(kind, 0) + 2 * heads * dim * BYTES
-    return found
-
-
-def target_bytes(path: str, options: argparse.Namespace) -> int | None:
-    """Return the size of a target's weights, None if it is unknown before they are loaded."""
-    if options.quantization:
-        return None
-    size = file_bytes(path)
-    return size or described_bytes(path, trust_remote_code=options.trust_remote_code)
-
-
-def file_bytes(path: str) -> int | None:
-    """Return the size of a local checkpoint, None if there is none."""
-    sizes = [file.stat().st_size for file in Path(path).glob("*.safetensors")]
-    return sum(sizes) or None
-
-
-def described_bytes(path: str, *, trust_remote_code: bool) -> int | None:
-    """Return the bf16 size that a target's config implies; None if transformers cannot build the
-    model, or it is quantised."""
-    # not through SGLang, which renames fields of some configs and so changes the model
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    model_class = getattr(transformers, config.architectures[0], None)
-    if model_class is None or getattr(config, "quantization_config", None) is not None:
-        return None
-    with torch.device("meta"):
-        model = model_class(config)
-    return BYTES * sum(parameter.numel() for parameter in model.parameters())
-
-
-def described_draft_bytes(config: Any) -> int:
-    with torch.device("meta"):
-        drafter = Drafter(DrafterConfig.from_json(config.to_dict()))
-    return BYTES * sum(parameter.numel() for parameter in drafter.parameters())
-
-
-def plan_memory(
-    target_config: Any,
-    drafter: cfg.DrafterSpec,
-    sizes: dict[str, int | None],
-    options: argparse.Namespace,
-) -> tuple[dict[str, Any], Finding]:
-    """Return the memory breakdown, and whether enough is left for KV."""
-    kv = kv_bytes_per_token(target_config.get_text_config())
-    draft_kv = drafter.num_layers * 2 * drafter.num_kv_heads * drafter.head_dim * BYTES
-    memory: dict[str, Any] = {
-        name: "unknown: quantised" if size is None else f"{size / GIB:.2f} GiB"
-        for name, size in sizes.items()
-    }
-    for kind, size in sorted(kv.items()):
-        memory[f"target KV per token, {kind}"] = f"{size} bytes"
-    memory["draft KV per token"] = f"{draft_kv} bytes"
-    total = options.gpu_memory_gb
-    if total is None and torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory / GIB
-    if total is None or None in sizes.values():
-        text = "not checked: needs the size of the weights, and a GPU or --gpu-memory-gb"
-        return memory, Finding("memory", "note", text)
-    # tensor parallelism: each card holds a shard of every layer
-    cards = options.tp_size
-    weights = sum(size for size in sizes.values() if size is not None)
-    left = cards * total * GIB * options.mem_fraction_static - weights
-    # SGLang gives sliding layers their own pool: this ratio of the full layers' pool in tokens
-    sliding = options.swa_full_tokens_ratio * kv.get("sliding_attention", 0)
-    tokens = int(left // (kv.get("full_attention", 0) + sliding + draft_kv))
-    room = f"{total:.0f} GiB" if cards == 1 else f"{cards} x {total:.0f} GiB"
-    memory["for KV"] = f"{max(left, 0) / GIB:.2f} GiB of {room}"
-    memory["tokens that fit"] = max(tokens, 0)
-    if tokens < 1024:
-        advice = (
-            f"{weights / GIB:.1f} GiB of weights leave no room for KV in "
-            f"{options.mem_fraction_static:g} of {room}. Use a larger card or more of them "
-            "(--tp-size), a quantised target, or a higher --mem-fraction-static."
-        )
-        return memory, Finding("memory", "bad", f"{max(tokens, 0)} tokens of KV fit", advice)
-    return memory, Finding("memory", "ok", f"{tokens} tokens of KV fit")
 
 
 def recommend(

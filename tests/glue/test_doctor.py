@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -178,6 +180,79 @@ def test_weights_that_are_not_here_are_counted_from_the_config(
     # the quantised size is unknown until the model is loaded
     assert main(["doctor", *pair, "--gpu-memory-gb", "16", "--quantization", "fp8"]) == 0
     assert "not checked" in capsys.readouterr().out
+
+
+def shapes(name: str) -> list[str]:
+    """Return the arguments that name a recipe's pair by its shapes."""
+    folder = ROOT / "benchmarks" / "shapes"
+    pair = ["--model-path", str(folder / name)]
+    return [*pair, "--speculative-draft-model-path", str(folder / f"{name}-draft")]
+
+
+def plan(capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> dict[str, Any]:
+    assert main(["doctor", *shapes(name), *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["plan"]["memory"]
+
+
+def test_a_rank_holds_its_shard_and_all_that_is_not_divided(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Qwen3-8B: norms are 0.0006 GiB, and the drafter's projection of five features is 5 * 4096 *
+    4096 values, 0.16 GiB, which every rank holds."""
+    whole = plan(capsys, "qwen3-8b")
+    two = plan(capsys, "qwen3-8b", "--tp-size", "2")
+    weights = {role: gib(whole[f"{role} weights"]) for role in ("target", "draft")}
+    halves = {role: gib(two[f"{role} weights on each of 2 ranks"]) for role in weights}
+    assert halves["target"] == pytest.approx(weights["target"] / 2, abs=0.01)
+    projection = 5 * 4096 * 4096 * 2 / 2**30
+    assert halves["draft"] == pytest.approx((weights["draft"] + projection) / 2, abs=0.01)
+    assert two["draft KV per token on each of 2 ranks"] == f"{5 * 2 * 4 * 128 * 2} bytes"
+    kv = "target KV per token on each of {} ranks, full_attention"
+    assert two[kv.format(2)] == f"{36 * 2 * 4 * 128 * 2} bytes"
+    # of 8 KV heads each of 16 ranks holds one, and the weights that make it
+    sixteen = plan(capsys, "qwen3-8b", "--tp-size", "16")
+    assert sixteen[kv.format(16)] == f"{36 * 2 * 1 * 128 * 2} bytes"
+    twice = 2 * 36 * 4096 * 1024 * 2 / 2**30 / 16
+    assert gib(sixteen["target weights on each of 16 ranks"]) == pytest.approx(
+        weights["target"] / 16 + twice, abs=0.01
+    )
+
+
+def gib(text: str) -> float:
+    return float(text.removesuffix(" GiB"))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "fits"),
+    [
+        ("qwen3-8b", "1", [24, 32, 48, 80, 141, 180]),
+        ("qwen3-coder-30b-a3b", "1", [80, 141, 180]),
+        ("qwen3-coder-30b-a3b", "2", [48, 80, 141, 180]),
+        ("qwen3-coder-30b-a3b", "4", [24, 32, 48, 80, 141, 180]),
+    ],
+)
+def test_the_plan_says_which_cards_fit(
+    capsys: pytest.CaptureFixture[str], name: str, ranks: str, fits: list[int]
+) -> None:
+    """Qwen3-Coder: 57.8 GiB of weights; on two cards of 32 GB they leave nothing of 0.85."""
+    line = plan(capsys, name, "--tp-size", ranks)["tokens that fit by card"]
+    cards = {int(card): tokens for card, tokens in re.findall(r"(\d+) GB: ([^,]+)", line)}
+    assert [card for card, tokens in cards.items() if tokens != "too small"] == fits
+    if ranks != "1":
+        return
+    # the same number as for a card of that size
+    one = plan(capsys, name, "--gpu-memory-gb", "139.8")
+    assert int(cards[141]) == one["tokens that fit"]
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The server would find out after it has loaded the target."""
+    assert main(["doctor", *shapes("qwen3-8b"), "--tp-size", "3"]) == 1
+    told = capsys.readouterr().out
+    assert "tensor parallelism: the target has 32 query heads and 8 KV" in told
+    assert "--tp-size 3 does not divide them. Pass a size that does." in told
 
 
 def test_the_contract_is_printed_with_what_moved(

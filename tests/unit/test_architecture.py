@@ -78,6 +78,7 @@ ALLOWED = {
         "glue",
         "metrics",
         "reference",
+        "safetensors_header",
         "train",
     },
     "__main__": {"commands", "train"},

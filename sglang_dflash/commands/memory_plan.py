@@ -1,0 +1,201 @@
+"""What a pair needs of each card: weights, KV per token, and the tokens that fit.
+
+Tensor parallelism gives each rank a shard of most weights and of the KV heads. What it does not
+divide is counted in full: norms, routers, the drafter's projection of features, towers for images
+and sound (SGLang divides some of them), and KV heads of which there are fewer than ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from sglang_dflash import config as cfg
+from sglang_dflash.reference import Drafter, DrafterConfig
+from sglang_dflash.safetensors_header import read_safetensors_header
+
+GIB = 2**30
+BYTES = 2  # per bf16 value
+# with fewer there is no point in serving
+FEWEST_TOKENS = 1024
+# by the size in a card's name, what its driver reports, in GiB: RTX 4090 and 5090, L40S, H100,
+# H200, B200
+CARDS_GIB = {24: 23.5, 32: 31.4, 48: 44.4, 80: 79.1, 141: 139.8, 180: 178.3}
+# weights that every rank holds whole, by name
+REPLICATED = re.compile(
+    r"norm|(^|\.)(fc|gate|router|scale|layer_scalar)(\.|$)|vision|visual|audio|projector"
+)
+KEYS_AND_VALUES = re.compile(r"\.(k_proj|v_proj)\.")
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What a pair needs on each rank, in bytes."""
+
+    ranks: int
+    target_weights: int | None  # None: unknown before they are loaded, because quantised
+    draft_weights: int
+    target_kv: dict[str, int]  # of a token, by type of layer
+    draft_kv: int
+    # tokens that a sliding-window layer keeps, as a share of those of a full-attention layer
+    sliding_share: float
+
+    @classmethod
+    def of_pair(
+        cls,
+        target_config: Any,
+        draft_config: Any,
+        *,
+        drafter: cfg.DrafterSpec,
+        paths: tuple[str, str],
+        asked: argparse.Namespace,
+    ) -> RankMemory:
+        """Count a pair by its files or, where they are not here, by its configs."""
+        target, draft = paths
+        text, ranks = target_config.get_text_config(), asked.tp_size
+        target_weights: int | None = None
+        if not asked.quantization:
+            sizes = in_files(target) or described(target, trusting=asked.trust_remote_code)
+            target_weights = on_one_rank(sizes, ranks, min(kv_heads(text).values()))
+        return cls(
+            ranks=ranks,
+            target_weights=target_weights,
+            draft_weights=on_one_rank(
+                in_files(draft) or described_draft(draft_config), ranks, drafter.num_kv_heads
+            )
+            or 0,
+            target_kv=kv_bytes_per_token(text, ranks),
+            draft_kv=drafter.kv_bytes_per_token(element_size=BYTES, tp_size=ranks),
+            sliding_share=asked.swa_full_tokens_ratio,
+        )
+
+    @property
+    def weights(self) -> int | None:
+        """Bytes of both models' weights."""
+        return None if self.target_weights is None else self.target_weights + self.draft_weights
+
+    def tokens(self, card_gib: float, fraction: float) -> int:
+        """Return the tokens of KV that fit into a share of a card; 0 if the weights do not."""
+        assert self.weights is not None
+        left = card_gib * GIB * fraction - self.weights
+        # SGLang gives sliding layers their own pool: this share of the full layers' pool in tokens
+        sliding = self.sliding_share * self.target_kv.get("sliding_attention", 0)
+        per_token = self.target_kv.get("full_attention", 0) + sliding + self.draft_kv
+        return max(0, int(left // per_token))
+
+    def lines(self, fraction: float, card_gib: float | None) -> dict[str, Any]:
+        """Return the plan as names and values to print; `card_gib`: of the card to plan for."""
+        where = "" if self.ranks == 1 else f" on each of {self.ranks} ranks"
+        target = self.target_weights
+        found: dict[str, Any] = {
+            f"target weights{where}": "unknown: quantised" if target is None else _gib(target),
+            f"draft weights{where}": _gib(self.draft_weights),
+        }
+        for kind, size in sorted(self.target_kv.items()):
+            found[f"target KV per token{where}, {kind}"] = f"{size} bytes"
+        found[f"draft KV per token{where}"] = f"{self.draft_kv} bytes"
+        if self.weights is None:
+            return found
+        if card_gib is not None:
+            room = f"{card_gib:.0f} GiB"
+            room = room if self.ranks == 1 else f"{self.ranks} x {room}"
+            left = max(0.0, card_gib * GIB * fraction - self.weights)
+            found["for KV"] = f"{left * self.ranks / GIB:.2f} GiB of {room}"
+            found["tokens that fit"] = self.tokens(card_gib, fraction)
+        fits = {size: self.tokens(gib, fraction) for size, gib in CARDS_GIB.items()}
+        found["tokens that fit by card"] = ", ".join(
+            f"{size} GB: {tokens if tokens >= FEWEST_TOKENS else 'too small'}"
+            for size, tokens in fits.items()
+        )
+        return found
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def kv_heads(text: Any) -> dict[str, int]:
+    """Return the KV heads by type of layer; Gemma 4's types differ, under its own config names."""
+    names = {
+        "full_attention": ("num_global_key_value_heads", "num_key_value_heads"),
+        "sliding_attention": ("swa_num_key_value_heads", "num_key_value_heads"),
+    }
+    return {kind: _first(text, *names[kind]) or text.num_attention_heads for kind in _kinds(text)}
+
+
+def kv_bytes_per_token(text: Any, ranks: int) -> dict[str, int]:
+    """Return the bytes of bf16 KV per token on one rank, for each type of layer."""
+    plain_dim = _first(text, "head_dim") or text.hidden_size // text.num_attention_heads
+    dims = {
+        "full_attention": _first(text, "global_head_dim") or plain_dim,
+        "sliding_attention": _first(text, "swa_head_dim") or plain_dim,
+    }
+    heads = kv_heads(text)
+    found: dict[str, int] = {}
+    for kind in _kinds(text):
+        own = max(1, heads[kind] // ranks)
+        found[kind] = found.get(kind, 0) + 2 * own * dims[kind] * BYTES
+    return found
+
+
+def _kinds(text: Any) -> list[str]:
+    return getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+
+
+def _first(text: Any, *names: str) -> int:
+    values = (getattr(text, name, None) for name in names)
+    return next((value for value in values if value), 0)
+
+
+def on_one_rank(sizes: dict[str, int] | None, ranks: int, heads: int) -> int | None:
+    """Return the bytes of weights, given by name, that one rank holds; `heads`: KV heads."""
+    if sizes is None:
+        return None
+    return round(sum(size * _share(name, ranks, heads) for name, size in sizes.items()))
+
+
+def _share(name: str, ranks: int, heads: int) -> float:
+    if REPLICATED.search(name):
+        return 1.0
+    return max(1 / ranks, 1 / heads) if KEYS_AND_VALUES.search(name) else 1 / ranks
+
+
+def in_files(path: str) -> dict[str, int] | None:
+    """Return the bytes of each tensor of a local checkpoint; None if there is none."""
+    return dict(_tensors(Path(path))) or None
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, int]]:
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, entry in read_safetensors_header(file).items():
+            begin, end = entry["data_offsets"]
+            yield name, end - begin
+
+
+def described(path: str, *, trusting: bool) -> dict[str, int] | None:
+    """Return the bf16 bytes of each tensor that a target's config implies; None if transformers
+    cannot build the model, or it is quantised."""
+    # not through SGLang, which renames fields of some configs and so changes the model
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trusting)
+    model_class = getattr(transformers, config.architectures[0], None)
+    if model_class is None or getattr(config, "quantization_config", None) is not None:
+        return None
+    with torch.device("meta"):
+        model = model_class(config)
+    return _parameters(model)
+
+
+def described_draft(config: Any) -> dict[str, int]:
+    with torch.device("meta"):
+        return _parameters(Drafter(DrafterConfig.from_json(config.to_dict())))
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, int]:
+    return {name: BYTES * parameter.numel() for name, parameter in model.named_parameters()}
