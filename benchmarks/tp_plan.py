@@ -99,7 +99,8 @@ class Pair:
             * max(1, draft["num_key_value_heads"] // ranks)
             * draft["head_dim"]
             * BYTES,
-            sliding_share=0.8,
+            # contexts this short lie within the window: sliding layers keep all of them
+            sliding_share=1.0,
         )
 
     def kv_share(self, ranks: int) -> float:
