@@ -220,11 +220,13 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axis.title.set_fontsize(9)
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, [str(n) for n in ticks])
+        axis.margins(y=0.1)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("decode rate over plain decoding's")
     axes[0][0].legend()
-    about = [found["gpu"] or "no GPU", result_files.release(found)]
+    about = [found["model"], found["gpu"] or "no GPU", "simulated acceptance"]
+    about.append(result_files.release(found))
     figure.suptitle(", ".join([*about, f"commit {str(found['commit'])[:8]}"]), fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
