@@ -45,16 +45,17 @@ def test_build_block(requests: int, width: int) -> None:
 def test_accept_block(width: int) -> None:
     """Only two token ids, so that every number of correct drafts occurs."""
     torch.manual_seed(width)
-    token_ids, choices = draw(2, 300, width), draw(2, 300, width)
+    requests = 64 if INTERPRETED else 300
+    token_ids, choices = draw(2, requests, width), draw(2, requests, width)
     # some blocks all correct, some wrong from the first draft
     token_ids[:20, 1:] = choices[:20, :-1]
     token_ids[20:30, 1:] = choices[20:30, :-1] + 1
-    lens, slots = draw(90, 300), draw(1000, 300, width) + 1
+    lens, slots = draw(90, requests), draw(1000, requests, width) + 1
     block = (token_ids, choices, lens, slots)
     one, two = (ops.accept_block(*block) for ops in (TORCH, TRITON))
     assert_same(one, two)
     assert (one[0][:20] == width).all() and (one[0][20:30] == 1).all()
-    forced = draw(width, 300).int()
+    forced = draw(width, requests).int()
     assert_same(*(ops.accept_block(*block, forced) for ops in (TORCH, TRITON)))
     # every other request has its matches counted, the others a forced number
     forced[::2] = COUNT_MATCHES
@@ -203,7 +204,9 @@ def test_sample_rows(rows: int, width: int, dtype: torch.dtype) -> None:
 
 
 @runs_kernel
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
+)
 def test_likely_tokens_that_share_a_lane_are_all_seen(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,10 +225,9 @@ def test_likely_tokens_that_share_a_lane_are_all_seen(
         "top_ks": torch.tensor([20, 4], device=DEVICE),
         "top_ps": torch.ones(2, device=DEVICE),
     }
-    for _ in range(2):
-        noise = make_noise(3.0, 5.0)
-        found = TRITON.sample_rows(logits, noise, **filters)
-        assert_same(found, TORCH.sample_rows(logits, noise, **filters))
+    noise = make_noise(3.0, 5.0)
+    found = TRITON.sample_rows(logits, noise, **filters)
+    assert_same(found, TORCH.sample_rows(logits, noise, **filters))
 
 
 @runs_kernel
