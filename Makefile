@@ -48,9 +48,8 @@ chat:
 	@$(RUN) launch/demo.py --chat
 
 # two files at a time: server start-up takes most of the time and leaves a core idle. One thread
-# each: OpenMP spins at barriers, and two teams on the same cores stall each other. In order: the unit
-# tests, which are many and short, come last and keep both busy to the end
-PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+# each: OpenMP spins at barriers, and two teams on the same cores stall each other.
+PYTEST := -m pytest -n 2 --dist loadfile --durations=15
 
 test: venv lint
 	@OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
