@@ -395,6 +395,6 @@ def test_a_measurement_of_nothing_is_refused(arguments: str) -> None:
 
 def test_the_ratios_are_plotted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = {"results": RESULTS, "gpu": None, "sglang": "0.5.17", "commit": "abc"}
-    load_report.draw(found, tmp_path / "a.png")
+    about = {"model": "gemma4-31b", "gpu": None, "sglang": "0.5.17", "commit": "abc"}
+    load_report.draw(about | {"results": RESULTS}, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
