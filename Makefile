@@ -14,10 +14,10 @@ BIN    := $(VENV)/bin
 OLDEST_VENV := $(VENV)-$(OLDEST)
 REQUIREMENTS := requirements-cpu-$(SGLANG).txt
 COMMANDS := doctor launch offline router_launch start
-# what runs on the oldest release: the contract, all that attaches to SGLang but the commands, and
-# servers of every family of targets
+# what runs on the oldest release: the contract, all that attaches to SGLang but the commands,
+# servers of every family of targets, and weight updates, in which the releases differ most
 ON_OLDEST := tests/unit/test_contract_is_complete.py tests/glue tests/e2e/test_start.py \
-  tests/e2e/test_families.py $(COMMANDS:%=--ignore=tests/glue/test_%.py)
+  tests/e2e/test_families.py tests/e2e/test_weight_updates.py $(COMMANDS:%=--ignore=tests/glue/test_%.py)
 # torch from PyPI is the CUDA build with 2.2 GB of CUDA libraries; this index has CPU wheels
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -48,7 +48,7 @@ chat:
 	@$(RUN) launch/demo.py --chat
 
 # two files at a time: server start-up takes most of the time and leaves a core idle. One thread
-# each: OpenMP spins at barriers, and two teams on the same cores stall each other.
+# each: OpenMP spins at barriers, and two teams on the same cores stall each other
 PYTEST := -m pytest -n 2 --dist loadfile --durations=15
 
 test: venv lint

@@ -204,9 +204,7 @@ def test_sample_rows(rows: int, width: int, dtype: torch.dtype) -> None:
 
 
 @runs_kernel
-@pytest.mark.parametrize(
-    "dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_likely_tokens_that_share_a_lane_are_all_seen(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
