@@ -88,17 +88,13 @@ class Pair:
         return float(features * self.target["hidden_size"] ** 2 * BYTES)
 
     def memory(self, ranks: int) -> RankMemory:
-        draft, kept = self.draft, self.projection_bytes
+        kept = self.projection_bytes
         return RankMemory(
             ranks=ranks,
             target_weights=round(self.target_bytes / ranks),
             draft_weights=round(kept + (self.draft_bytes - kept) / ranks),
             target_kv=kv_bytes_per_token(SimpleNamespace(**self.target), ranks),
-            draft_kv=draft["num_hidden_layers"]
-            * 2
-            * max(1, draft["num_key_value_heads"] // ranks)
-            * draft["head_dim"]
-            * BYTES,
+            draft_kv=sum(kv_bytes_per_token(SimpleNamespace(**self.draft), ranks).values()),
             # contexts this short lie within the window: sliding layers keep all of them
             sliding_share=1.0,
         )
