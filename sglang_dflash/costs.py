@@ -185,12 +185,24 @@ class GraphCosts:
 
     def _draft_ms(self, requests: int, widths: NDArray[np.integer]) -> Floats:
         """Return the ms of drafting, by the most rows of a request."""
-        most, longest = self._draft[-1]
-        passes, rest = divmod(requests, most)
-        ms = passes * longest + (self._draft[bisect_left(self._draft, (rest,))][1] if rest else 0)
+        turns = even_turns(requests, self._draft[-1][0])
+        ms = sum(self._draft[bisect_left(self._draft, (size,))][1] for size in turns)
         if requests <= self._head_in_graph:
             return np.full(len(widths), ms)
-        return ms + np.interp(requests * (widths - 1), self._head_drafts, self._head_ms)
+        drafts, drafts_ms = requests * (widths - 1), self._head_ms
+        found = ms + np.interp(drafts, self._head_drafts, drafts_ms)
+        if len(drafts_ms) > 1:
+            # a large head is bound by compute: each further draft costs as much as the last ones
+            rise = (drafts_ms[-1] - drafts_ms[-2]) / (self._head_drafts[-1] - self._head_drafts[-2])
+            found += max(0.0, rise) * np.maximum(drafts - self._head_drafts[-1], 0)
+        return found
+
+
+def even_turns(requests: int, most: int) -> list[int]:
+    """Return into how many requests each a batch is split for a drafter that takes `most` at a
+    time: alike, because a graph of a few requests costs nearly as much as one of many."""
+    turns = -(-requests // most)
+    return [requests // turns + (i < requests % turns) for i in range(turns)]
 
 
 class LearntCosts:

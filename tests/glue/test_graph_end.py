@@ -246,7 +246,7 @@ def test_a_batch_larger_than_the_largest_draft_graph_takes_turns(
     )
     assert graphs.turns(1) == [slice(0, 1)]
     assert graphs.turns(24) == [slice(0, 24)]
-    assert graphs.turns(50) == [slice(0, 24), slice(24, 48), slice(48, 50)]
+    assert graphs.turns(50) == [slice(0, 17), slice(17, 34), slice(34, 50)]
 
 
 @pytest.mark.usefixtures("without_packed_products")

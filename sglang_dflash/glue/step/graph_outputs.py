@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sglang_dflash.buffers import StepRandomness
+from sglang_dflash.costs import even_turns
 from sglang_dflash.glue import changes
 from sglang_dflash.glue.models.heads import BlockHead, Drafted, VerifyHead
 from sglang_dflash.glue.step.draft_cache import DraftCache
@@ -140,8 +142,8 @@ class DraftGraphs:
     def turns(self, requests: int) -> list[slice]:
         """Split a batch into parts that fit into a graph: more requests may run than the largest
         draft graph holds."""
-        size = self._largest or requests
-        return [slice(i, min(i + size, requests)) for i in range(0, requests, size)]
+        ends = list(accumulate(even_turns(requests, self._largest or requests)))
+        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def drafts_of(self, draft_result: Any, size: int, noise: Noise | None) -> Drafted | None:
         """Return the result of `BlockHead.draft` for whole blocks of `size` requests; None if the
