@@ -42,7 +42,8 @@ class GraphCosts:
     """Device time of a step from timed CUDA graphs, corrected while serving.
 
     Ridge regression of measured / timed on context / timed, with an intercept for each verify
-    graph that is drawn to 1: contexts change slowly, so either could explain a slow step alone.
+    graph, one with drafts and one without, that is drawn to 1: contexts change slowly, so either
+    could explain a slow step alone.
     """
 
     def __init__(
@@ -62,11 +63,12 @@ class GraphCosts:
         self._draft = sorted(draft_ms.items())
         self._timed: dict[int, tuple[Floats, NDArray[np.intp]]] = {}
         self._timed_shared: dict[int, tuple[Shared, Floats, NDArray[np.intp]]] = {}
-        # by graph, decayed: count, and sums of x, y, x * x, x * y; y is measured / timed - 1
-        self._sums = [(0.0, 0.0, 0.0, 0.0, 0.0)] * len(self._verify)
-        # what each graph adds to the line: a correction at no context, and its fall per ms a token
-        self._level = np.ones(len(self._verify))
-        self._slope = np.zeros(len(self._verify))
+        # by graph without drafts, then by graph with them, decayed: count, and sums of x, y, x * x,
+        # x * y; y is measured / timed - 1
+        self._sums = [(0.0, 0.0, 0.0, 0.0, 0.0)] * (2 * len(self._verify))
+        # what each adds to the line: a correction at no context, and its fall per ms a token
+        self._level = np.ones(len(self._sums))
+        self._slope = np.zeros(len(self._sums))
         self._fastest = self._verify[0][1]
         self._xx, self._xy = TIMING_WEIGHT * (TELLING_CONTEXT / self._fastest) ** 2, 0.0
         self._accidents = _Accidents()
@@ -78,6 +80,10 @@ class GraphCosts:
         `context` counts the tokens of the whole batch.
         """
         return self._corrected(*self._timings(requests), context)
+
+    def rows_without_drafts(self, requests: int) -> int:
+        """Return the rows of the verify graph that a step without drafts takes."""
+        return self._verify[int(self._timings(requests)[1][0])][0]
 
     def shared(self, requests: int) -> Shared:
         """Return the steps that share out the rows of a verify graph."""
@@ -120,7 +126,9 @@ class GraphCosts:
         self.ms_per_token = min(max(0.0, self._xy / self._xx), MOST_PER_TOKEN * self._fastest)
 
     def snapshot(self) -> dict[str, object]:
-        corrections = self._corrections(np.arange(len(self._verify)))
+        corrections = self._corrections(np.arange(len(self._sums)))
+        seen = [(c, sums[0]) for c, sums in zip(corrections, self._sums, strict=True)]
+        without, drafting = seen[: len(self._verify)], seen[len(self._verify) :]
         return {
             "verify_ms": {str(rows): round(ms, 3) for rows, ms in self._verify},
             "draft_ms": {str(requests): round(ms, 3) for requests, ms in self._draft},
@@ -130,13 +138,16 @@ class GraphCosts:
                 if ms
             },
             "ms_per_context_token": float(f"{self.ms_per_token:.3g}"),
-            "corrections": {
-                str(rows): round(float(correction), 3)
-                for (rows, _), correction, sums in zip(
-                    self._verify, corrections, self._sums, strict=True
-                )
-                if sums[0]
-            },
+            "corrections": self._by_rows(drafting),
+            "corrections_without_drafts": self._by_rows(without),
+        }
+
+    def _by_rows(self, seen: list[tuple[float, float]]) -> dict[str, float]:
+        """Return the corrections of graphs that were measured, given with how often."""
+        return {
+            str(rows): round(float(correction), 3)
+            for (rows, _), (correction, count) in zip(self._verify, seen, strict=True)
+            if count
         }
 
     def _corrected(self, timed: Floats, graphs: NDArray[np.intp], context: int) -> Floats:
@@ -153,7 +164,7 @@ class GraphCosts:
         return np.minimum(found, LARGEST_CORRECTION, out=found)
 
     def _timings(self, requests: int) -> tuple[Floats, NDArray[np.intp]]:
-        """Return [B] timed ms and [B] verify graphs of widths 1 to B."""
+        """Return [B] timed ms and [B] corrections to apply, by place, of widths 1 to B."""
         if (found := self._timed.get(requests)) is None:
             ms, graphs = (
                 np.full(self._block_size, np.inf),
@@ -162,14 +173,14 @@ class GraphCosts:
             for width in range(1, self._block_size + 1):
                 graph = bisect_left(self._verify, (requests * width,))
                 if graph < len(self._verify):
-                    graphs[width - 1] = graph
+                    graphs[width - 1] = graph if width == 1 else graph + len(self._verify)
                     ms[width - 1] = self._verify[graph][1]
             ms[1:] += self._draft_ms(requests, np.arange(2, self._block_size + 1))
             found = self._timed[requests] = ms, graphs
         return found
 
     def _shared_timings(self, requests: int) -> tuple[Shared, Floats, NDArray[np.intp]]:
-        """Return the steps that share rows out, their timed ms and their verify graphs."""
+        """Return the steps that share rows out, their timed ms and their corrections' places."""
         if (found := self._timed_shared.get(requests)) is None:
             first = bisect_left(self._verify, (requests + 1,))
             behind = bisect_left(self._verify, (requests * self._block_size + 1,))
@@ -180,7 +191,8 @@ class GraphCosts:
             has_head_in_graph = requests <= self._head_in_graph
             shared = _shared(rows, requests, self._block_size, is_wide_free=has_head_in_graph)
             ms = np.array(verify_ms) + self._draft_ms(requests, np.array(shared.widths))
-            found = self._timed_shared[requests] = shared, ms, np.arange(first, behind)
+            graphs = np.arange(first, behind) + len(self._verify)
+            found = self._timed_shared[requests] = shared, ms, graphs
         return found
 
     def _draft_ms(self, requests: int, widths: NDArray[np.integer]) -> Floats:

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sglang_dflash.confidence import Calibration, RowCurve
+from sglang_dflash.confidence import SURPRISE_ATTEMPTS, Calibration, RowCurve
 from sglang_dflash.costs import Floats, GraphCosts, LearntCosts
 
 # acceptance is remembered for this many steps of a batch, or of one request if it is alone
@@ -54,6 +54,9 @@ LARGEST_WEIGHT = 1e6
 HYSTERESIS = 1.02
 # of steps that share rows out the smallest is taken that is this close to the best
 TIE = 1.005
+# where steps without drafts promise nearly as much, so many of them are timed, once for each graph:
+# what they cost must not be inferred from steps that draft
+NEARLY, TIMED_STEPS = 0.85, 8
 # seconds between probes, and the share of time that they may cost
 FIRST_INTERVAL, LAST_INTERVAL, PROBE_SHARE = 1.0, 10.0, 0.01
 # steps of given widths to begin with, where costs are not known
@@ -169,6 +172,7 @@ class WidthPolicy:
         self._since = self._next_probe = self._next_allowed = clock()
         self._interval = FIRST_INTERVAL
         self._probes = 0
+        self._timed_without: set[int] = set()  # rows of graphs that took steps without drafts
 
     def choose(self, requests: int, context: int, *, may_share: bool = False) -> Choice:
         """Return the width of the next step; `may_share`: its rows can be shared out."""
@@ -204,6 +208,9 @@ class WidthPolicy:
         if (place == 0) != (self._last.width == 1):
             self._turn(now, is_narrow=place == 0)
         self._last = choices[place]
+        if place and rates[0] > NEARLY * rates[place] and self._is_untimed(requests):
+            self._planned = [self._widths[0]] * (TIMED_STEPS - 1)
+            return self._widths[0]
         probed = None
         if now >= self._next_probe:
             probed = self._probed(place, choices, rates, requests)
@@ -299,6 +306,16 @@ class WidthPolicy:
             tokens = np.interp(extra, np.arange(self._block_size), self.acceptance.tokens())
         return tokens
 
+    def _is_untimed(self, requests: int) -> bool:
+        """Return whether steps without drafts were never timed on purpose at this load, and note
+        that they are now."""
+        if not isinstance(self.costs, GraphCosts):
+            return False
+        rows = self.costs.rows_without_drafts(requests)
+        is_new = rows not in self._timed_without
+        self._timed_without.add(rows)
+        return is_new
+
     def _nearest(self, choices: list[Choice], requests: int) -> int:
         """Return the place of the last choice, or of that with the nearest number of rows."""
         if self._last.width == 1:
@@ -325,7 +342,7 @@ class WidthPolicy:
             self.acceptance.forget(PROBE_ATTEMPTS)
             if choices[-1].rows is None:
                 return rates.index(max(rates[1:]), 1)
-            self.calibration.forget(PROBE_ATTEMPTS)
+            self.calibration.forget(SURPRISE_ATTEMPTS)
             self.curve.keep(PROBE_KEPT)
             enough = (
                 k

@@ -125,6 +125,7 @@ def _costs(costs: Mapping[str, Any]) -> list[str]:
         "draft pass, ms by requests": costs.get("draft_ms"),
         "draft head, ms by drafts": costs.get("head_ms"),
         "corrected while serving, by rows": costs["corrections"],
+        "corrected without drafts, by rows": costs.get("corrections_without_drafts"),
     }
     lines = [
         f"{name}: {', '.join(f'{size}: {value:g}' for size, value in table.items())}"

@@ -214,6 +214,7 @@ def test_hysteresis_keeps_a_width_that_is_nearly_best() -> None:
     # before any evidence a step of width 3 is expected to commit 2.71 tokens, of width 2 1.9
     for widest_ms, expected in ((2.68, 1), (2.6, 3)):
         policy = WidthPolicy(3, GraphCosts(3, {1: 1.0, 2: 2.0, 3: widest_ms}, {1: 0.0}))
+        policy._timed_without = {1, 2, 3}
         assert policy.choose(3, 0).width == 1, "no graph holds more"
         assert policy.choose(1, 0).width == expected
 

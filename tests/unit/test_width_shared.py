@@ -19,6 +19,7 @@ VERIFY_MS = {
 }  # fmt: skip
 DRAFT_MS = {1: 1.6, 16: 2.2, 32: 2.1, 48: 3.1}
 HEAD_MS = {16: 0.5, 256: 0.9, 768: 2.4}
+MS_PER_TOKEN = 2.4e-4
 # results reach the policy so many steps late
 LATE = 2
 
@@ -36,10 +37,12 @@ class Server:
         *,
         costs: GraphCosts | LearntCosts | None = None,
         true_costs: GraphCosts | None = None,
+        context: int = 0,
     ) -> None:
         self.drafter = Drafter(lengths)
         self.requests = len(lengths)
         self.true_costs = true_costs or graph_costs()
+        self.context = context
         self.now, self.tokens = 0.0, 0.0
         self.choices: list[Choice] = []
         self.policy = WidthPolicy(BLOCK, costs or graph_costs(), clock=lambda: self.now)
@@ -47,13 +50,14 @@ class Server:
         self._rng = np.random.default_rng(0)
 
     def ms(self, choice: Choice) -> float:
+        attention_ms = MS_PER_TOKEN * self.context
         if choice.rows is None:
-            return float(self.true_costs.step_ms(self.requests, 0)[choice.width - 1])
+            return float(self.true_costs.step_ms(self.requests, 0)[choice.width - 1]) + attention_ms
         place = self.true_costs.shared(self.requests).rows.index(choice.rows)
-        return float(self.true_costs.shared_ms(self.requests, 0)[place])
+        return float(self.true_costs.shared_ms(self.requests, 0)[place]) + attention_ms
 
     def step(self) -> Choice:
-        choice = self.policy.choose(self.requests, 0, may_share=True)
+        choice = self.policy.choose(self.requests, self.context, may_share=True)
         confidence, survival, correct = self.drafter.draw()
         rows = np.full(self.requests, choice.width)
         if choice.rows is not None:
@@ -73,7 +77,7 @@ class Server:
                 self.policy.record(choice.width, correct.tolist())
             else:
                 self.policy.record_shared(rows, confidence, correct)
-            self.policy.timed(self.requests, choice, 0, ms)
+            self.policy.timed(self.requests, choice, self.context, ms)
         return self.choices[-1]
 
     def run(self, seconds: float) -> float:
@@ -159,7 +163,7 @@ def test_a_confident_drafter_that_turns_wrong_is_dropped_within_steps(requests: 
     server.run(10)
     worst(server, is_confident=True)
     drafted = sum(server.step().width > 1 for _ in range(100))
-    assert drafted < 20, "results come late, and a few requests say little"
+    assert drafted < 25, "results come late, and a few requests say little"
 
 
 @pytest.mark.parametrize("is_confident", [False, True])
@@ -225,6 +229,7 @@ def test_more_rows_must_be_better_by_some_percent_and_fewer_only_better(
 def test_a_batch_that_changes_keeps_the_nearest_choice() -> None:
     flat = {16 * k: 10.0 - 1e-6 * k for k in range(1, 49)}
     policy = settled(GraphCosts(BLOCK, flat, {64: 0.0}), 8, 0.9)
+    policy._timed_without = set(flat)
     for last, requests, may_share, expected in (
         (Choice(16, 96), 20, True, Choice(16, 96)),
         (Choice(16, 96), 5, True, Choice(16, 80)),
@@ -332,6 +337,27 @@ def test_costs_that_are_learnt_serve_nearly_as_well(requests: int) -> None:
     achieved = server.run(15)
     assert achieved > 0.97 * best
     assert achieved > 0.97 * narrow
+
+
+@pytest.mark.parametrize(("narrow_ms", "timed"), [(8.6, 8), (9.5, 0)])
+def test_steps_without_drafts_are_timed_once_where_they_are_nearly_as_good(
+    narrow_ms: float, timed: int
+) -> None:
+    costs = GraphCosts(BLOCK, {8: narrow_ms, 16: 14.0, 128: 99.0}, {8: 0.0})
+    policy = settled(costs, 8, 0.9)
+    chosen = [policy.choose(8, 0, may_share=True) for _ in range(20)]
+    assert chosen == [Choice(1)] * timed + [Choice(16, 16)] * (20 - timed)
+
+
+def test_a_drafter_that_is_slower_than_timed_does_not_make_plain_steps_look_slow() -> None:
+    """Drafting just pays here by the graphs' times, and does not by its real ones. Contexts could
+    explain that, too, but then steps without drafts would be as slow."""
+    slow = {requests: 1.6 * ms for requests, ms in DRAFT_MS.items()}
+    true = GraphCosts(BLOCK, VERIFY_MS, slow, HEAD_MS, head_in_graph=16)
+    server = Server([2.0] * 128, true_costs=true, context=20_000)
+    narrow = 1000 * 128 / server.ms(Choice(1))
+    server.run(10)
+    assert server.run(20) > 0.985 * narrow
 
 
 def test_the_snapshot_is_json() -> None:
