@@ -51,7 +51,6 @@ REQUESTS = (1, 4, 8, 16, 32, 64, 128, 256)
 PROFILES = ("accept2", "accept4.2", "accept6", "accept8", "accept2+accept8", "recorded", "accept1")
 SYSTEMS = ("plain", "ours-16", "ours")
 AUTOMATIC = ("ours", "ours-uniform")
-BLOCK_SIZE = 16
 FIXED_MOST = 128  # requests: graphs of whole blocks take the memory of 16 rows each
 START_S = 80.0  # estimates: to start a server, and around the windows of a point
 AROUND_S = 5.0
@@ -82,12 +81,11 @@ class Start(NamedTuple):
 
 
 def system_name(word: str) -> str:
-    found = re.fullmatch(r"ours-(\d+)", word)
-    if word in ("plain", *AUTOMATIC) or (found and 1 <= int(found[1]) <= BLOCK_SIZE):
+    if word in ("plain", "ours") or systems.named_width(word):
         return word
     raise argparse.ArgumentTypeError(
-        f"{word!r} is not plain, ours, ours-uniform or ours-N, N from 1 to {BLOCK_SIZE}; SGLang's "
-        "DFLASH is measured with --in-tree LENGTH"
+        f"{word!r} is not plain, ours, ours-uniform or ours-N, N from 1 to {systems.BLOCK_SIZE}; "
+        "SGLang's DFLASH is measured with --in-tree LENGTH"
     )
 
 
@@ -118,17 +116,16 @@ def starts_of(options: argparse.Namespace) -> list[Start]:
 
 def switches(start: Start) -> dict[str, str]:
     """Return the environment variables that select a system."""
-    found = systems.switches(systems.kind_of(start.system), start.length)
+    found = systems.switches(start.system, start.length)
     if start.length:
         found["SGLANG_SIMULATE_ACC_TOKEN_MODE"] = "real-draft-token"
     if start.system.startswith("ours"):
-        found["SGLANG_DFLASH_WIDTH"] = start.system.removeprefix("ours").lstrip("-") or "auto"
         found["SGLANG_DFLASH_DRAW_ACCEPTANCE"] = "1"
     return found
 
 
 def server_command(start: Start, running: int, options: argparse.Namespace) -> list[str]:
-    command = systems.server_command(systems.kind_of(start.system), options, BLOCK_SIZE)
+    command = systems.server_command(start.system, options, systems.BLOCK_SIZE)
     command += [*load_windows.LOG_ARGS, "--max-running-requests", str(running)]
     # the automatic width has graphs by rows, and its own limit
     if torch.cuda.is_available() and start.system not in AUTOMATIC:

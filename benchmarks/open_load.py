@@ -12,8 +12,9 @@ greedy, end as the model ends them, and are streamed from SGLang's /generate.
 For each rate: output tokens per second from the first arrival to the last answer's end; time to
 the first token, from the request's arrival; and time per output token after it, per request. Where
 the server cannot keep up, times grow with --seconds. Writes OUT.json and OUT.md after every point;
-`--budget-s` starts no point after that time. Unknown arguments are passed to all servers. Without a
-GPU, launch/cpu.sh serves the embedded pair.
+`--budget-s` starts no point after that time. `--side-by-side` starts the servers together and
+measures one after another. Unknown arguments are passed to all servers. Without a GPU,
+launch/cpu.sh serves the embedded pair.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import requests
 import torch
 
-from benchmarks import ROOT, load, result_files, systems
+from benchmarks import ROOT, load, result_files, sharing, systems
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ServerProcess, free_port
 
 SYSTEMS = ("plain", "ours-16", "ours")
 RATES = (1.0, 2.0, 4.0, 8.0, 16.0)
 MOST_WAITING = 1024  # requests in flight; each has a thread
+POOLED_REQUESTS = 256  # for which KV pools have room when servers run side by side
 WARM_UP_REQUESTS = 8
 REQUEST_TIMEOUT_S = 600
 MOST_BYTES = 65536  # read at once; less arrives as it comes
@@ -194,57 +197,53 @@ def table(results: dict[str, Any]) -> str:
     return "\n\n".join(["\n".join(lines), *errors, systems.backends_line(results)]).strip()
 
 
-def serve(system: str, options: argparse.Namespace) -> ServerProcess:
-    """Start a system as a user would."""
+def serve(system: str, options: argparse.Namespace, neighbourly: list[str]) -> ServerProcess:
+    """Start a system as a user would; `neighbourly` are the arguments that make it leave room for
+    others."""
     port = free_port()
     if torch.cuda.is_available():
         command = [str(ROOT / "launch" / "serve.sh"), options.model_path, options.draft_model_path]
-        command += systems.backend_args(
-            systems.kind_of(system), options.model_path, options.peer_attention_backend
-        )
+        forced = options.peer_attention_backend
+        command += systems.backend_args(system, options.model_path, forced)
     else:
         command = [str(ROOT / "launch" / "cpu.sh"), "--model-path", options.model_path]
         if system != "plain":
             command += ["--speculative-draft-model-path", options.draft_model_path]
-    command += [*options.server_args, "--port", str(port)]
-    return ServerProcess(command, env=switches(system), port=port)
+    command += [*neighbourly, *options.server_args, "--port", str(port)]
+    return ServerProcess(command, env=systems.switches(system), port=port)
 
 
-def switches(system: str) -> dict[str, str]:
-    found = systems.switches(systems.kind_of(system))
-    if system.startswith("ours"):
-        found["SGLANG_DFLASH_WIDTH"] = system.removeprefix("ours").lstrip("-") or "auto"
-    return found
-
-
-def run_system(
-    system: str, prompts: list[list[int]], options: argparse.Namespace, late: Callable[[], bool]
+def measure(
+    system: str,
+    server: ServerProcess,
+    prompts: list[list[int]],
+    options: argparse.Namespace,
+    late: Callable[[], bool],
 ) -> Iterable[dict[str, Any]]:
-    """Measure a system; yield what is known of it after every point."""
-    result: dict[str, Any] = {"points": []}
-    server = serve(system, options)
-    try:
-        server.wait()
-        info = server.info()
-        load.check_system(system, info)
-        result |= {"start_s": server.start_s, "attention": systems.backends_in_use(info)}
-        # kernels are built at their first use; all at once, so that batches are decoded, too
-        run_point(server.url, prompts, [0.0] * WARM_UP_REQUESTS, options.max_tokens)
-        for rate in sorted(options.rates):
-            if late():
-                break
-            server.flush_cache()
-            times = arrivals(rate, options.seconds)
-            found = run_point(server.url, prompts, times, options.max_tokens)
-            point = numbers(rate, *found)
-            print(f"{system}: {point}", flush=True)
-            result["points"].append(point)
-            yield result
-    except (RuntimeError, requests.RequestException) as error:
-        print(f"{system}: {error}", flush=True)
-        yield result | {"error": str(error)[-2000:]}
-    finally:
-        systems.stop_server(server, options.logs, system)
+    """Measure a running server; yield what is known of its system after every point."""
+    info = server.info()
+    load.check_system(system, info)
+    result: dict[str, Any] = {"start_s": server.start_s, "points": []}
+    result["attention"] = systems.backends_in_use(info)
+    # kernels are built at their first use; all at once, so that batches are decoded, too
+    run_point(server.url, prompts, [0.0] * WARM_UP_REQUESTS, options.max_tokens)
+    for rate in sorted(options.rates):
+        if late():
+            break
+        server.flush_cache()
+        times = arrivals(rate, options.seconds)
+        found = run_point(server.url, prompts, times, options.max_tokens)
+        result["points"].append(numbers(rate, *found))
+        print(f"{system}: {result['points'][-1]}", flush=True)
+        yield result
+
+
+def groups(options: argparse.Namespace, longest_prompt: int) -> Iterable[tuple[list[str], int]]:
+    """Return the systems to start together, and the tokens of their KV pools."""
+    tokens = sharing.pool_tokens(POOLED_REQUESTS, longest_prompt + options.max_tokens)
+    several = sharing.at_once(options, options.model_path, options.draft_model_path, tokens)
+    for first in range(0, len(options.systems), several):
+        yield options.systems[first : first + several], tokens
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -258,6 +257,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=256, help="of an answer")
     parser.add_argument("--budget-s", type=float, default=0.0, help="0: no limit")
     systems.add_backend_option(parser)
+    sharing.add_options(parser)
     result_files.add_result_options(parser, picture=False)
     options, unknown = parser.parse_known_args(arguments)
     options.server_args = unknown
@@ -284,10 +284,24 @@ def main() -> None:
     def late() -> bool:
         return bool(options.budget_s) and time.monotonic() - began > options.budget_s
 
-    for system in options.systems:
-        for result in run_system(system, prompts, options, late):
-            found["results"][system] = result
-            result_files.write(found, options.out, table(found["results"]))
+    def stop(name: str, server: ServerProcess) -> None:
+        systems.stop_server(server, options.logs, name)
+
+    for names, tokens in groups(options, max(map(len, prompts))):
+        neighbourly = sharing.server_args(tokens) if len(names) > 1 else []
+        starts = {name: partial(serve, name, options, neighbourly) for name in names}
+        for name, server, failed in sharing.serve_all(starts, stop):
+            results = found["results"]
+            try:
+                if failed is not None:
+                    raise failed
+                for result in measure(name, server, prompts, options, late):
+                    results[name] = result
+                    result_files.write(found, options.out, table(results))
+            except (RuntimeError, requests.RequestException) as error:
+                print(f"{name}: {error}", flush=True)
+                results[name] = {"points": [], **results.get(name, {}), "error": str(error)[-2000:]}
+                result_files.write(found, options.out, table(results))
     print(table(found["results"]))
     if any("error" in result for result in found["results"].values()):
         raise SystemExit(1)

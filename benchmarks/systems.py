@@ -21,6 +21,10 @@ SCHEDULED = {
     "ours-in-turn": SCHEDULES["in turn"],
     "ours-plan-stream": SCHEDULES["plan stream"],
 }
+BLOCK_SIZE = 16
+# ours with a verify width other than the automatic one
+WIDTHS = ("uniform", *(str(rows) for rows in range(1, BLOCK_SIZE + 1)))
+BACKENDS = ("triton", "fa3", "fa4", "flashinfer")
 KEPT_LOG = 2_000_000  # characters
 # ours at its best: its verify kernel runs inside SGLang's Triton backend
 OUR_TARGET_BACKEND, OUR_DRAFT_BACKEND = "triton", "fa4"
@@ -28,13 +32,14 @@ OUR_TARGET_BACKEND, OUR_DRAFT_BACKEND = "triton", "fa4"
 
 def system_name(word: str) -> str:
     """Return `word` if it names a system: `in-tree-fa4` is SGLang's DFLASH with its target on fa4,
-    `plain-triton` plain decoding on Triton."""
-    if word in SYSTEMS or word in SCHEDULED or peer_backend(word):
+    `plain-triton` plain decoding on Triton, `ours-16` ours with 16 rows per request."""
+    if word in SYSTEMS or word in SCHEDULED or named_backend(word) or named_width(word):
         return word
     known = ", ".join([*SYSTEMS, *SCHEDULED])
     raise argparse.ArgumentTypeError(
-        f"{word!r} is not one of {known}; plain-BACKEND and in-tree-BACKEND set the target's "
-        "backend"
+        f"{word!r} is not one of {known}; ours-uniform and ours-N, N from 1 to {BLOCK_SIZE}, set "
+        f"the verify width, and SYSTEM-BACKEND, such as in-tree-fa4, the target's attention "
+        f"backend ({', '.join(BACKENDS)})"
     )
 
 
@@ -43,12 +48,17 @@ def kind_of(system: str) -> str:
     return next(kind for kind in SYSTEMS if system == kind or system.startswith(f"{kind}-"))
 
 
-def peer_backend(system: str) -> str | None:
-    """Return the attention backend in the name of a peer, such as fa4 in `in-tree-fa4`."""
-    for peer in PEERS:
-        if system.startswith(f"{peer}-"):
-            return system.removeprefix(f"{peer}-") or None
-    return None
+def named_backend(system: str) -> str | None:
+    """Return the attention backend in a system's name, such as fa4 in `in-tree-fa4`."""
+    kinds = [kind for kind in SYSTEMS if system.startswith(f"{kind}-")]
+    suffix = system.removeprefix(f"{kinds[0]}-") if kinds else ""
+    return suffix if suffix in BACKENDS else None
+
+
+def named_width(system: str) -> str | None:
+    """Return the verify width in a system's name, such as 16 in `ours-16`."""
+    suffix = system.removeprefix("ours-")
+    return suffix if suffix != system and suffix in WIDTHS else None
 
 
 def add_backend_option(parser: argparse.ArgumentParser) -> None:
@@ -61,16 +71,17 @@ def add_backend_option(parser: argparse.ArgumentParser) -> None:
 def backend_args(system: str, target: str | Path, forced: str | None = None) -> list[str]:
     """Return the attention-backend arguments of a server.
 
-    Ours gets its best. Plain decoding and SGLang's DFLASH are started as a user would start them:
-    SGLang picks, unless the system's name or --peer-attention-backend (`forced`) says otherwise.
+    A system's name may set the target's backend. Otherwise ours gets its best, and plain decoding
+    and SGLang's DFLASH are started as a user would start them: SGLang picks, unless
+    --peer-attention-backend (`forced`) says otherwise.
     One exception is in favour of SGLang's DFLASH: with Gemma 4 it would draft on Triton, like its
     target, and gets FA4 instead.
     """
     kind = kind_of(system)
     if kind == "ours":
-        backend, draft = OUR_TARGET_BACKEND, OUR_DRAFT_BACKEND
+        backend, draft = named_backend(system) or OUR_TARGET_BACKEND, OUR_DRAFT_BACKEND
     else:
-        backend = peer_backend(system) or forced or ""
+        backend = named_backend(system) or forced or ""
         draft = OUR_DRAFT_BACKEND if kind == "in-tree" and is_gemma4(target) else ""
     found = ["--attention-backend", backend] if backend else []
     return found + (["--speculative-draft-attention-backend", draft] if draft else [])
@@ -138,6 +149,8 @@ def switches(system: str, simulate_accept_length: float = 0.0) -> dict[str, str]
         return {"PLAIN": "1"}
     switch = "off" if kind == "in-tree" else "on"
     found = {"PLAIN": "0", "SGLANG_DFLASH": switch, **SCHEDULED.get(system, {})}
+    if kind == "ours":
+        found["SGLANG_DFLASH_WIDTH"] = named_width(system) or "auto"
     if simulate_accept_length:
         found["SGLANG_SIMULATE_ACC_LEN"] = str(simulate_accept_length)
     return found

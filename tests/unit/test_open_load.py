@@ -116,11 +116,6 @@ def test_a_point_and_its_row() -> None:
     assert "ours failed: gone" in text
 
 
-def test_systems_differ_in_their_width() -> None:
-    widths = [open_load.switches(name).get("SGLANG_DFLASH_WIDTH") for name in open_load.SYSTEMS]
-    assert widths == [None, "16", "auto"]
-
-
 @pytest.mark.parametrize("more", ["--rates 0", "--model-path x", "--prompts none.jsonl"])
 def test_bad_arguments_are_refused(more: str, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("")

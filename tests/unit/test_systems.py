@@ -133,6 +133,10 @@ def test_each_system_has_the_switches_that_make_it():
         }
     for name in ("ours", *systems.SCHEDULED):
         assert systems.switches(name)["SGLANG_DFLASH"] == "on"
+    widths = [
+        systems.switches(name)["SGLANG_DFLASH_WIDTH"] for name in ("ours", "ours-16", "ours-fa3")
+    ]
+    assert widths == ["auto", "16", "auto"]
     assert systems.switches("ours-in-turn")["SGLANG_ENABLE_DFLASH_SPEC_V2"] == "0"
     assert systems.switches("ours-plan-stream")["SGLANG_ENABLE_OVERLAP_PLAN_STREAM"] == "1"
 
@@ -173,6 +177,8 @@ TARGET, DRAFT = "--attention-backend", "--speculative-draft-attention-backend"
         ("plain-fa4", GEMMA, None, [TARGET, "fa4"]),
         ("ours", LLAMA, "fa3", [TARGET, "triton", DRAFT, "fa4"]),
         ("ours-in-turn", GEMMA, None, [TARGET, "triton", DRAFT, "fa4"]),
+        ("ours-16", LLAMA, None, [TARGET, "triton", DRAFT, "fa4"]),
+        ("ours-fa3", LLAMA, None, [TARGET, "fa3", DRAFT, "fa4"]),
     ],
 )
 def test_sglang_picks_the_peers_backends(
@@ -183,7 +189,7 @@ def test_sglang_picks_the_peers_backends(
     assert systems.backend_args(system, target, forced) == arguments
 
 
-@pytest.mark.parametrize("name", ["our", "in-tree-", "ours-fa4", "dflash"])
+@pytest.mark.parametrize("name", ["our", "in-tree-", "ours-fa5", "ours-17", "in-tree-16", "dflash"])
 def test_an_unknown_system_is_refused(name: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=name):
         systems.system_name(name)
