@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,16 @@ def read_questions(folder: Path, task: str, limit: int) -> list[Question]:
     ]
     random.Random(task).shuffle(questions)
     return questions[: limit or None]
+
+
+def take(questions: list[Question], count: int) -> list[Question]:
+    """Return the first `count` questions; if there are fewer, they come again under other names."""
+    found = []
+    for i in range(count):
+        again, place = divmod(i, len(questions))
+        one = questions[place]
+        found.append(replace(one, id=f"{one.id} again {again}") if again else one)
+    return found
 
 
 def ask(
@@ -113,11 +123,13 @@ class Round:
 
     @property
     def steady_end(self) -> float:
-        """The time up to which all of the point's requests were running: when the last question
-        began. From then on fewer and fewer run, until the slowest answer has ended. If that leaves
-        too little, as with no more questions than requests, the round is taken as a whole."""
-        begins = [answer.began for answer in self.answers if answer.turn == 0]
-        end = max(begins, default=self.ended)
+        """The time up to which all of the point's requests were running: when the first of them
+        ended without another question to follow. From then on fewer and fewer run, until the
+        slowest answer has ended. If that leaves too little, as with no more questions than
+        requests, the round is taken as a whole."""
+        last_begin = max((answer.began for answer in self.answers if answer.turn == 0), default=0.0)
+        ends = {answer.question: answer.ended for answer in self.answers}  # of the last turn
+        end = min((end for end in ends.values() if end > last_begin), default=self.ended)
         return end if end - self.began >= STEADY_SHARE * (self.ended - self.began) else self.ended
 
     @property

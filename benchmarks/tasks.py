@@ -8,9 +8,9 @@ SGLang's DFLASH and ours get the same requests through the OpenAI chat endpoint,
 another; the first two run on the attention backends that SGLang picks.
 
 A point is measured in rounds. Tokens per second are those of the time in which all requests of the
-point were running, from the first question of a round until its last one began: after that a round
-waits for its slowest answers, which differ from system to system. The table marks a point whose
-rounds disagree. With --seconds-per-point 0 and --limit all systems answer the same questions.
+point were running, from the first question of a round until the first request ended that no other
+followed: after that a round waits for its slowest answers, which differ from system to system. The
+table marks a point whose rounds disagree. With --questions all systems answer the same questions.
 
 Accept length is the tokens committed by verify steps per verify step: prefill's token does not
 count. Greedy answers are compared token by token with plain decoding's at the same concurrency; a
@@ -34,7 +34,7 @@ import torch
 
 from benchmarks import ROOT, result_files, sharing, systems
 from benchmarks.systems import SYSTEMS
-from benchmarks.task_questions import Point, Question, Round, ask_all, read_questions
+from benchmarks.task_questions import Point, Question, Round, ask_all, read_questions, take
 from benchmarks.task_report import Answer, compare, draw, is_right, tables
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ServerProcess, free_port
@@ -190,11 +190,18 @@ class Run:
         print(f"{system}: ready after {server.start_s:.0f} s", flush=True)
         self._warm_up(server)
         for point in self.points:
-            found, answers = measure(server, self.questions[point[0]], point, self.options)
+            found, answers = measure(server, self._questions_of(point), point, self.options)
             self._answers[system, point] = answers
             result["points"].append(found | self._compare(system, point))
             print(f"{system}: {result['points'][-1]}", flush=True)
             self.write(picture=False)
+
+    def _questions_of(self, point: Point) -> list[Question]:
+        task, concurrency, _ = point
+        found, options = self.questions[task], self.options
+        if not options.questions:
+            return found
+        return take(found, options.questions[options.concurrency.index(concurrency)])
 
     def _tokens_needed(self) -> int:
         """Return the KV pool size, in tokens, for the longest chats at the highest concurrency."""
@@ -248,6 +255,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--limit", type=int, default=0, help="questions per task; 0: all")
     parser.add_argument("--seconds-per-point", type=float, default=60.0, help="0: no limit")
+    parser.add_argument(
+        "--questions",
+        nargs="+",
+        type=int,
+        help="questions of each task, one number for each of --concurrency, instead of a time",
+    )
     parser.add_argument("--rounds", type=int, default=2, help="repetitions of each point")
     parser.add_argument("--max-tokens", type=int, default=4096)
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0])
@@ -261,6 +274,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     strange = [s for s in options.systems if systems.kind_of(s) not in known]
     if strange:
         parser.error(f"--systems {' '.join(strange)}: SGLang's DFLASH does not run on a CPU")
+    if options.questions and len(options.questions) != len(options.concurrency):
+        asked, numbers = " ".join(map(str, options.questions)), len(options.concurrency)
+        parser.error(f"--questions {asked}: pass {numbers} numbers, as many as --concurrency has")
+    if options.questions:
+        options.seconds_per_point = 0
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: pass at least 1")
     if options.picture is None and options.data is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import result_files, tasks
-from benchmarks.task_questions import Round
+from benchmarks.task_questions import Question, Round, take
 from benchmarks.task_report import Answer, compare, is_right, mean_ratios, tables
 
 
@@ -95,16 +95,34 @@ def one_round(*times: tuple[float, float]) -> Round:
 
 
 def test_the_wait_for_the_slowest_answers_is_not_measured() -> None:
-    """Two requests run at once until the fourth question began; the last answer runs on alone."""
+    """Two requests run at once until the third answer ended; the last answer runs on alone."""
     found = one_round((0.0, 2.0), (0.0, 3.0), (2.0, 4.0), (3.0, 9.0))
-    assert found.steady_s == 3.0
-    assert found.steady_tokens == pytest.approx(100 + 100 + 50)
-    assert tasks.rate_of([found])["tokens_per_s"] == pytest.approx(83.3)
+    assert found.steady_s == 4.0
+    assert found.steady_tokens == pytest.approx(100 + 100 + 100 + 100 / 6)
+    assert tasks.rate_of([found])["tokens_per_s"] == pytest.approx(79.2)
 
 
-def test_a_round_of_no_more_questions_than_requests_is_measured_as_a_whole() -> None:
-    found = one_round((0.0, 2.0), (0.1, 4.0))
+def test_a_single_request_is_measured_to_its_end() -> None:
+    assert one_round((0.0, 2.0), (2.0, 5.0)).steady_s == 5.0
+
+
+def test_a_round_that_is_soon_no_longer_full_is_measured_as_a_whole() -> None:
+    found = one_round((0.0, 0.5), (0.1, 4.0))
     assert (found.steady_s, found.steady_tokens) == (4.0, pytest.approx(200))
+
+
+def test_a_task_of_few_questions_asks_them_again() -> None:
+    questions = [Question(name, ("How?",), "42") for name in ("a", "b")]
+    found = take(questions, 5)
+    assert [one.id for one in found] == ["a", "b", "a again 1", "b again 1", "a again 2"]
+    assert {one.reference for one in found} == {"42"}
+    assert take(questions, 1) == questions[:1]
+
+
+def test_as_many_numbers_of_questions_as_of_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tasks.parse(["--data", "x", "--concurrency", "1", "8", "--questions", "4"])
+    assert "--questions 4: pass 2 numbers" in capsys.readouterr().err
 
 
 def test_rounds_that_disagree_are_marked() -> None:
