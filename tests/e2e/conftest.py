@@ -20,6 +20,8 @@ from tests.schedules import follows
 # short context and small prefill chunks, so that tests reach both limits within seconds
 SHAPE = ("--context-length", "512", "--chunked-prefill-size", "64", "--max-total-tokens", "8192")
 SCRIPTED = str(ROOT / "tests" / "plugins")
+# with a single NUMA node, SGLang must be told the cores of each rank or replica
+TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 # so that a test can tell how many steps an answer takes
 FULL_BLOCKS = {"SGLANG_DFLASH_WIDTH": "16"}
 METERED_TOKENS = 61  # one from prefill, then sixty

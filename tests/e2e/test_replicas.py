@@ -10,7 +10,7 @@ import torch
 from launch import client
 from sglang_dflash.metrics import replicas_of
 from sglang_dflash.testing.server import Server
-from tests.e2e.conftest import SHAPE
+from tests.e2e.conftest import SHAPE, TWO_CORES
 from tests.e2e.test_metrics import command, totals
 
 NEW_TOKENS = 40
@@ -21,9 +21,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two replicas 
 @pytest.fixture(scope="module")
 def two_replicas(prompts: list[list[int]]) -> Iterator[Server]:
     """Two replicas of the embedded pair, after eight sequential requests."""
-    # with a single NUMA node, newer releases must be told the cores of each replica
-    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    with Server(*SHAPE, "--dp-size", "2", "--enable-metrics", env=env) as server:
+    with Server(*SHAPE, "--dp-size", "2", "--enable-metrics", env=TWO_CORES) as server:
         for prompt in prompts[:8]:
             server.generate(prompt, max_new_tokens=NEW_TOKENS)
         yield server

@@ -18,10 +18,13 @@ import torch
 
 from sglang_dflash.testing.server import ROOT, Server, ServerProcess, free_port
 from tests.e2e.conftest import SHAPE, start_together
+from tests.e2e.test_exact import ask
 from tests.e2e.test_metrics import totals
 
 NEW_TOKENS = 60
 LONG = 120
+LASTING: dict[str, Any] = {"max_tokens": LONG, "extra_body": {"ignore_eos": True}}
+SHORT = LASTING | {"max_tokens": NEW_TOKENS}
 # far less than any timeout of the router or the client
 SOON_S = 15
 PATIENCE_S = 120
@@ -83,16 +86,6 @@ def router(replicas: list[Server]) -> Iterator[Router]:
         yield found
 
 
-def ask(client: openai.OpenAI, question: str, max_tokens: int = NEW_TOKENS) -> Any:
-    return client.chat.completions.create(
-        model="default",
-        messages=[{"role": "user", "content": question}],
-        max_tokens=max_tokens,
-        temperature=0,
-        extra_body={"ignore_eos": True},
-    )
-
-
 class End(NamedTuple):
     """How a stream ended: when, and the error that cut it short, if any."""
 
@@ -117,18 +110,14 @@ def stream(client: openai.OpenAI, question: str, max_tokens: int, pieces: list[s
     return End(time.monotonic(), None)
 
 
-def text_of(answer: Any) -> str:
-    return answer.choices[0].message.content
-
-
 def test_an_answer_through_the_router_is_that_of_a_replica(
     router: Router, replicas: list[Server], questions: list[str]
 ) -> None:
-    expected = text_of(ask(replicas[1].client, questions[0]))
-    assert text_of(ask(router.client, questions[0])) == expected
+    expected = ask(replicas[1], questions[0], **SHORT)
+    assert ask(router, questions[0], **SHORT) == expected
     pieces: list[str] = []
     assert stream(router.client, questions[0], NEW_TOKENS, pieces).error is None
-    assert "".join(pieces) == expected
+    assert "".join(pieces) == expected[0]
     assert len(pieces) > 5, "streamed, not sent at the end"
 
 
@@ -166,7 +155,7 @@ def test_a_replica_that_is_killed_leaves_its_requests_to_the_other(
     told: list[list[str]] = [[] for _ in range(8)]
     retries = router.counted("smg_worker_retries_total")
     with ThreadPoolExecutor(16) as pool:
-        whole = [pool.submit(ask, router.client, text, LONG) for text in questions[:8]]
+        whole = [pool.submit(ask, router, text, **LASTING) for text in questions[:8]]
         streams = [
             pool.submit(stream, router.client, text, LONG, pieces)
             for text, pieces in zip(questions[8:16], told, strict=True)
@@ -175,19 +164,19 @@ def test_a_replica_that_is_killed_leaves_its_requests_to_the_other(
         os.killpg(doomed.pid, signal.SIGKILL)
         killed = time.monotonic()
         ends = [future.result(PATIENCE_S) for future in streams]
-        answers = [text_of(future.result(PATIENCE_S)) for future in whole]
+        answers = [future.result(PATIENCE_S) for future in whole]
     cut_short = [end.at - killed for end in ends if end.error is not None]
     assert 0 < len(cut_short) < len(ends), "each of the two had some streams"
     assert max(cut_short) < SOON_S
     assert router.counted("smg_worker_retries_total") > retries, "some were on the dead one"
     with ThreadPoolExecutor(8) as pool:
-        expected = pool.map(lambda text: ask(survivor.client, text, LONG), questions[:8])
-        assert answers == [text_of(answer) for answer in expected]
+        expected = pool.map(lambda text: ask(survivor, text, **LASTING), questions[:8])
+        assert answers == list(expected)
     router.wait_for_healthy(1)
     began = time.monotonic()
     with ThreadPoolExecutor(4) as pool:
-        later = list(pool.map(lambda text: ask(router.client, text), questions[16:20]))
-    assert all(answer.usage.completion_tokens == NEW_TOKENS for answer in later)
+        later = list(pool.map(lambda text: ask(router, text, **SHORT), questions[16:20]))
+    assert all(tokens == NEW_TOKENS for _, tokens, _ in later)
     assert time.monotonic() - began < PATIENCE_S / 4
 
 

@@ -12,7 +12,7 @@ import torch
 import widths as plugin
 
 from sglang_dflash.testing.server import SCHEDULES, Server
-from tests.e2e.conftest import SCRIPTED, SHAPE
+from tests.e2e.conftest import SCRIPTED, SHAPE, TWO_CORES
 from tests.e2e.test_metrics import totals
 from tests.e2e.test_widths import added
 
@@ -30,9 +30,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(given: Path) -> Iterator[Server]:
     """The embedded pair sharded over two ranks, which communicate over gloo."""
-    # with a single NUMA node, SGLang must be told the cores of each rank
-    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "PYTHONPATH": SCRIPTED, "WIDTHS": str(given)}
-    env |= SCHEDULES["plan stream"]
+    env = {"PYTHONPATH": SCRIPTED, "WIDTHS": str(given), **TWO_CORES, **SCHEDULES["plan stream"]}
     metrics = ("--enable-metrics", "--decode-log-interval", "10")
     with Server(*SHAPE, "--tp-size", "2", *metrics, env=env) as server:
         yield server

@@ -12,7 +12,7 @@ import requests
 import torch
 
 from sglang_dflash.testing.server import Server, free_port
-from tests.e2e.conftest import SHAPE, start_together
+from tests.e2e.conftest import SHAPE, TWO_CORES, start_together
 from tests.e2e.test_metrics import totals
 
 NEW_TOKENS = 60
@@ -26,8 +26,7 @@ def node(rank: int, port: int, *args: str) -> Server:
         *SHAPE,
         *("--tp-size", "2", "--nnodes", "2", "--node-rank", str(rank)),
         *("--dist-init-addr", f"127.0.0.1:{port}", *args),
-        # with a single NUMA node, SGLang must be told the cores of each rank
-        env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+        env=TWO_CORES,
     )
 
 
