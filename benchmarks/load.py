@@ -7,18 +7,19 @@ Random weights at real shapes. Acceptance is simulated: each request draws its n
 drafts in each step from the survival profile that its request id names, so one server serves all
 profiles. `accept4.2` is geometric with a mean of 4.2 tokens per step, `accept1` is always wrong,
 `accept2+accept8` gives half of the requests each, and `recorded` was recorded with the SmolLM2
-pair. Plain decoding needs no profile. Systems: `plain`, `ours` (automatic width), `ours-uniform`
-(automatic, the same for all requests of a step) and `ours-N` (N rows per request).
+pair. Plain decoding needs no profile. With `--prompts FILE.jsonl ...` the pair answers real
+questions instead, and each file is a profile. Systems: `plain`, `ours` (automatic width),
+`ours-uniform` (automatic, the same for all requests of a step) and `ours-N` (N rows per request).
 `--in-tree 4.2 8` adds SGLang's DFLASH, which simulates one length per server, the same for all
-requests.
+requests. `--side-by-side` starts small models' servers together.
 
 A point is measured in rounds: all of its requests start together, and the steps in which they go
 from --from-tokens to --to-tokens generated tokens are timed, on average over the requests
 (benchmarks/load_windows.py). So all systems are measured at the same contexts. Rounds with fresh
-requests follow, at most --rounds, until each of two windows, which share them, has --seconds. A
-round before them is not timed, nor longer than --warm-seconds: in it the automatic width learns the
-profile. If the KV pool is too small, as with 256 requests of the 31B, stretches end at fewer
-tokens, and the table marks it.
+requests follow, at most --rounds, until each of two windows, which take them in turn, has
+--seconds; with real questions the windows ask the same ones. A round before them is not timed, nor
+longer than --warm-seconds: in it the automatic width learns the profile. If the KV pool is too
+small, as with 256 requests of the 31B, stretches end at fewer tokens, and the table marks it.
 
 Writes OUT.json and OUT.md after every point and OUT.png after every system. `--into FILE.json` adds
 to the results of earlier calls at the same commit and measures only what is missing there;
@@ -33,18 +34,27 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import requests
 import torch
 
-from benchmarks import ROOT, batch_load, gpu, load_windows, result_files, systems
+from benchmarks import (
+    ROOT,
+    batch_load,
+    gpu,
+    load_windows,
+    real_text,
+    result_files,
+    sharing,
+    systems,
+)
+from benchmarks.load_points import Questions, RandomPrompts, measure
 from benchmarks.load_report import draw, report
-from benchmarks.load_windows import Lap, Stretch, Window
 from sglang_dflash.pairs import tiny_drafter, tiny_target
-from sglang_dflash.testing.server import ServerProcess
+from sglang_dflash.testing.server import ServerProcess, free_port
 
 SHAPES = ROOT / "benchmarks" / "shapes"
 REQUESTS = (1, 4, 8, 16, 32, 64, 128, 256)
@@ -97,29 +107,23 @@ def profile_name(word: str) -> str:
     )
 
 
-def rids_of(profile: str | None, num_requests: int, number: int) -> list[str]:
-    """Return the request ids of a round; the kinds of a mixture take turns."""
-    parts = (profile or "plain").split("+")
-    about = f"{profile}-{num_requests}-{number}"
-    return [f"{parts[i % len(parts)]}-{about}-{i}" for i in range(num_requests)]
-
-
 def starts_of(options: argparse.Namespace) -> list[Start]:
     """Return the servers to start, plain decoding first: the others are compared with it."""
     names = sorted(dict.fromkeys(options.systems), key=lambda name: name != "plain")
     profiles = tuple(options.profiles)
-    found = [Start(name, (None,) if name == "plain" else profiles) for name in names]
+    plain = profiles if options.prompts else (None,)
+    found = [Start(name, plain if name == "plain" else profiles) for name in names]
     return found + [
         Start("in-tree", (f"accept{length:g}",), length) for length in options.in_tree or ()
     ]
 
 
-def switches(start: Start) -> dict[str, str]:
+def switches(start: Start, *, simulates: bool = True) -> dict[str, str]:
     """Return the environment variables that select a system."""
     found = systems.switches(start.system, start.length)
     if start.length:
         found["SGLANG_SIMULATE_ACC_TOKEN_MODE"] = "real-draft-token"
-    if start.system.startswith("ours"):
+    if simulates and start.system.startswith("ours"):
         found["SGLANG_DFLASH_DRAW_ACCEPTANCE"] = "1"
     return found
 
@@ -134,96 +138,19 @@ def server_command(start: Start, running: int, options: argparse.Namespace) -> l
     return [*command, *options.server_args, *own]
 
 
-def measure(
-    server: ServerProcess,
-    profile: str | None,
-    num_requests: int,
-    room: int,
-    options: argparse.Namespace,
-) -> dict[str, Any]:
-    """Return the rate of one point, from two windows."""
-    first, last = load_windows.tokens_between(room, options.from_tokens, options.to_tokens)
-
-    def run_round(number: int, is_enough: Callable[[list[Lap]], bool]) -> list[Lap]:
-        server.flush_cache()
-        seed = f"{profile} {number} {time.time()}"
-        prompts = batch_load.draw_prompts(num_requests, options.prompt, seed, options.ids)
-        rids = rids_of(profile, num_requests, number)
-        return load_windows.run_round(server, prompts, rids, room, is_enough)
-
-    def is_over(laps: list[Lap]) -> bool:
-        return load_windows.has_reached(laps, num_requests, last)
-
-    def is_warm(laps: list[Lap]) -> bool:
-        steady = load_windows.steady(laps, num_requests)
-        seconds = load_windows.seconds_of(laps[i] for i in steady)
-        return is_over(laps) or seconds >= options.warm_seconds
-
-    run_round(0, is_warm)
-    before = width_state(server)
-    shares: tuple[list[Stretch], list[Stretch]] = ([], [])
-    for number in range(1, options.rounds + 1):
-        stretch = load_windows.stretch_of(
-            run_round(number, is_over), num_requests, first=first, last=last
-        )
-        if stretch is None:
-            raise RuntimeError(
-                f"{num_requests} requests of {profile} ended before a steady step was logged. "
-                "Raise --to-tokens, or the server's --mem-fraction-static."
-            )
-        min(shares, key=load_windows.seconds_of).append(stretch)
-        if min(map(load_windows.seconds_of, shares)) >= options.seconds:
-            break
-    windows = [Window.of(share, options.prompt) for share in shares if share]
-    spread = load_windows.spread_of(windows)
-    mean = {
-        name: round(sum(getattr(window, name) for window in windows) / len(windows), 3)
-        for name in ("tokens_per_s", "step_ms", "accept_length", "context")
-    }
-    is_cut = any(stretch.is_cut for share in shares for stretch in share)
-    return {
-        "profile": profile,
-        "requests": num_requests,
-        **mean,
-        "tokens": [first, last],
-        "short": is_cut or last < options.to_tokens,
-        "spread": None if spread is None else round(spread, 4),
-        "graph": all(window.graph for window in windows),
-        "windows": [window._asdict() for window in windows],
-        "width": width_since(before, width_state(server)),
-    }
-
-
-def width_state(server: ServerProcess) -> dict[str, Any] | None:
-    """Return what our worker reports about its widths; None if it does not, or another serves."""
-    return server.info()["internal_states"][0].get("sglang_dflash", {}).get("width")
-
-
-def width_since(before: dict[str, Any] | None, after: dict[str, Any] | None) -> Any:
-    """Return the later report with its steps counted since the earlier one: those per width, and
-    those whose rows the requests shared."""
-    steps = (after or {}).get("steps_by_width")
-    if after is None or not isinstance(steps, dict):
-        return after
-    before = before or {}
-    earlier = before.get("steps_by_width", {})
-    since = {width: count - earlier.get(width, 0) for width, count in steps.items()}
-    found = {**after, "steps_by_width": {width: count for width, count in since.items() if count}}
-    if shared := after.get("shared"):
-        steps_before = (before.get("shared") or {}).get("steps", 0)
-        found["shared"] = {**shared, "steps": shared["steps"] - steps_before}
-    return found
-
-
 class Run:
     """All systems over all points, with the results of earlier calls."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.found = result_files.provenance(options.commit, hidden=("--into",))
+        self.found = result_files.provenance(options.commit, hidden=("--into", "--prompts"))
         self.found |= {"model": Path(options.model_path).name, "prompt": options.prompt}
         self.found["tokens"] = [options.from_tokens, options.to_tokens]
+        if options.prompts:
+            del self.found["prompt"]
+            self.found["texts"] = sorted(path.stem for path in options.prompts)
         self.found |= {"earlier_calls": [], "results": {}}
+        self._questions: dict[str, Questions] = {}
         if options.into:
             merge(self.found, options.into)
         self._began = time.monotonic()
@@ -240,55 +167,89 @@ class Run:
 
     def run(self) -> None:
         print(f"about {self.estimate_s() / 60:.0f} minutes; writes {self.options.out}", flush=True)
-        for start in starts_of(self.options):
-            missing = self.missing(start)
-            if not missing or self._is_late():
-                continue
+        starts = [start for start in starts_of(self.options) if self.missing(start)]
+        tokens = self._tokens_needed()
+        pair = (self.options.model_path, self.options.draft_model_path)
+        several = sharing.at_once(self.options, *pair, tokens)
+        for first in range(0, len(starts), several):
+            if not self._is_late():
+                self._run_group(starts[first : first + several], tokens)
+
+    def _run_group(self, starts: list[Start], tokens: int) -> None:
+        """Start the servers together, and measure one after another."""
+        neighbourly = sharing.server_args(tokens) if len(starts) > 1 else []
+        serving = {start: partial(self._serve, start, neighbourly) for start in starts}
+
+        def stop(start: Start, server: ServerProcess) -> None:
+            name = f"{start.system}{start.length or ''}"
+            systems.stop_server(server, self.options.logs, name)
+
+        for start, server, failed in sharing.serve_all(serving, stop):
             result = self.found["results"].setdefault(start.system, {"points": []})
             result.pop("error", None)
-            most = max(self.options.requests)
-            result["skipped"] = []
-            if start.is_fixed and most > FIXED_MOST:
+            result |= {"skipped": [], "beside": len(starts) - 1}
+            if start.is_fixed and max(self.options.requests) > FIXED_MOST:
                 result["skipped"].append(f"more than {FIXED_MOST} requests")
             try:
-                self._run_server(start, missing, result)
+                if failed is not None:
+                    raise failed
+                self._measure(start, server, result)
             except (RuntimeError, requests.RequestException) as error:
                 print(f"{start.system}: {error}", flush=True)
                 result["error"] = str(error)[-2000:]
             self.write(picture=True)
 
-    def _run_server(
-        self, start: Start, missing: list[tuple[str | None, int]], result: dict[str, Any]
-    ) -> None:
-        options = self.options
+    def _serve(self, start: Start, neighbourly: list[str]) -> ServerProcess:
+        options = argparse.Namespace(**vars(self.options))
+        options.server_args = [*neighbourly, *options.server_args]
+        if neighbourly:
+            options.port = free_port()
         running = max(n for _, n in start.points(options.requests))
         command = server_command(start, running, options)
-        server = ServerProcess(command, env=switches(start), port=options.port)
-        try:
-            server.wait()
-            print(f"{start.system}: ready after {server.start_s:.0f} s", flush=True)
-            info = server.info()
-            check_system(start.system, info)
-            result |= {"start_s": server.start_s, "attention": systems.backends_in_use(info)}
-            result["command"] = [result_files.short_path(word) for word in command]
-            for profile, n in missing:
-                if self._is_late():
-                    result["skipped"].append(f"{profile or 'plain'} at {n}: out of time")
-                    continue
-                try:
-                    most = load_windows.AHEAD * options.to_tokens
-                    room = load_windows.room_for(info, n, options.prompt, most)
-                    point = measure(server, profile, n, room, options)
-                except RuntimeError as error:
-                    print(f"{start.system}, {profile}: {error}", flush=True)
-                    result["skipped"].append(f"{profile or 'plain'} at {n}: {error}")
-                    continue
-                shown = {name: value for name, value in point.items() if name != "windows"}
-                print(f"{start.system}: {shown}", flush=True)
-                result["points"].append(point)
-                self.write(picture=False)
-        finally:
-            systems.stop_server(server, options.logs, f"{start.system}{start.length or ''}")
+        env = switches(start, simulates=not options.prompts)
+        return ServerProcess(command, env=env, port=options.port)
+
+    def _measure(self, start: Start, server: ServerProcess, result: dict[str, Any]) -> None:
+        options, info = self.options, server.info()
+        print(f"{start.system}: ready after {server.start_s:.0f} s", flush=True)
+        check_system(start.system, info)
+        result |= {"start_s": server.start_s, "attention": systems.backends_in_use(info)}
+        result["command"] = [result_files.short_path(word) for word in server.command]
+        for profile, n in self.missing(start):
+            if self._is_late():
+                result["skipped"].append(f"{profile or 'plain'} at {n}: out of time")
+                continue
+            try:
+                most = load_windows.AHEAD * options.to_tokens
+                prompts = self._prompts_of(profile)
+                room = load_windows.room_for(info, n, prompts.longest, most)
+                point = measure(server, profile, n, room, prompts, options)
+            except RuntimeError as error:
+                print(f"{start.system}, {profile}: {error}", flush=True)
+                result["skipped"].append(f"{profile or 'plain'} at {n}: {error}")
+                continue
+            shown = {name: value for name, value in point.items() if name != "windows"}
+            print(f"{start.system}: {shown}", flush=True)
+            result["points"].append(point)
+            self.write(picture=False)
+
+    def _tokens_needed(self) -> int:
+        """Return the tokens of a KV pool that holds the largest point."""
+        options = self.options
+        profiles = [*options.profiles] if options.prompts else [None]
+        longest = max(self._prompts_of(profile).longest for profile in profiles)
+        longest += load_windows.AHEAD * options.to_tokens
+        return sharing.pool_tokens(max(options.requests), longest)
+
+    def _prompts_of(self, profile: str | None) -> RandomPrompts | Questions:
+        options = self.options
+        if not options.prompts:
+            return RandomPrompts(options.prompt, options.ids)
+        if profile not in self._questions:
+            (path,) = [path for path in options.prompts if path.stem == profile]
+            prompts = real_text.read_prompts([path])
+            self._questions[path.stem] = Questions(real_text.to_ids(options.model_path, prompts))
+        return self._questions[str(profile)]
 
     def _is_late(self) -> bool:
         elapsed = time.monotonic() - self._began
@@ -344,7 +305,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--in-tree", nargs="+", type=float, metavar="LENGTH")
     parser.add_argument("--requests", nargs="+", type=int, default=list(REQUESTS))
     parser.add_argument("--profiles", nargs="+", type=profile_name, default=list(PROFILES))
-    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens, with --profiles")
+    parser.add_argument("--prompts", nargs="+", type=Path, help="jsonl files of real questions")
     parser.add_argument("--from-tokens", type=int, default=32, help="before a timed stretch")
     parser.add_argument("--to-tokens", type=int, default=160, help="at the end of the stretch")
     parser.add_argument("--seconds", type=float, default=1.0, help="least time of a window")
@@ -352,6 +314,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=12, help="most timed rounds of a point")
     parser.add_argument("--ours-args", default="", help="further server arguments of ours, quoted")
     systems.add_backend_option(parser)
+    sharing.add_options(parser)
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--budget-s", type=float, default=0.0, help="0: no limit")
     parser.add_argument("--into", type=Path, help="add to the results in this file, and to OUT")
@@ -363,10 +326,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if not 0 <= options.from_tokens < options.to_tokens:
         asked = f"--from-tokens {options.from_tokens} --to-tokens {options.to_tokens}"
         parser.error(f"{asked}: the second must be the larger one")
+    for path in options.prompts or ():
+        if not path.is_file():
+            parser.error(f"--prompts {path}: no such file")
+    if options.prompts and options.in_tree:
+        parser.error("--in-tree LENGTH is for simulated acceptance: without --prompts")
+    if options.prompts:
+        options.profiles = [path.stem for path in options.prompts]
     if options.rounds < 2:
         parser.error(f"--rounds {options.rounds}: pass 2 or more, for there are two windows")
     if options.into and not options.into.is_file():
         parser.error(f"--into {options.into}: no such file. Pass --out for the first call")
+    if options.prompts and options.model_path is None and torch.cuda.is_available():
+        parser.error("--prompts: name a pair by --model-path and --draft-model-path")
     if options.model_path is None and (options.shapes or torch.cuda.is_available()):
         shapes = SHAPES / (options.shapes or "gemma4-31b")
         options.model_path, options.draft_model_path = str(shapes), f"{shapes}-draft"

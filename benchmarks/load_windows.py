@@ -93,7 +93,7 @@ class Window(NamedTuple):
     rounds: int
 
     @classmethod
-    def of(cls, stretches: Sequence[Stretch], prompt: int) -> Window:
+    def of(cls, stretches: Sequence[Stretch], prompt: float) -> Window:
         laps = [lap for stretch in stretches for lap in stretch.laps]
         tokens, seconds = sum(lap.tokens for lap in laps), seconds_of(laps)
         steps = STEPS_PER_LAP * len(laps)

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import requests
 import torch
 
-from benchmarks import ROOT, load, result_files, sharing, systems
+from benchmarks import ROOT, load, real_text, result_files, sharing, systems
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ServerProcess, free_port
 
@@ -64,32 +64,6 @@ class Answer(NamedTuple):
         """Seconds per token after the first; None if none followed."""
         later = self.tokens - self.first_tokens
         return (self.ended - self.first) / later if later > 0 else None
-
-
-def read_prompts(paths: Iterable[Path]) -> list[str]:
-    """Return the first question of each line, in a fixed shuffled order."""
-    lines = [line for path in paths for line in path.read_text().splitlines() if line.strip()]
-    rows = [json.loads(line) for line in lines]
-    found = [
-        (row.get("turns") or [None])[0] or row.get("prompt") or row["question"] for row in rows
-    ]
-    random.Random(0).shuffle(found)
-    return found
-
-
-def to_ids(model_path: str, prompts: Sequence[str]) -> list[list[int]]:
-    """Return the prompts as token ids, as chats if the model has a chat template."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=True)
-    if tokenizer.chat_template is None:
-        return [tokenizer.encode(prompt) for prompt in prompts]
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    texts = [
-        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        for chat in chats
-    ]
-    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
 def arrivals(rate: float, seconds: float) -> list[float]:
@@ -279,7 +253,7 @@ def main() -> None:
     began = time.monotonic()
     found = result_files.provenance(options.commit)
     found |= {"model": Path(options.model_path).name, "seconds": options.seconds, "results": {}}
-    prompts = to_ids(options.model_path, read_prompts(options.prompts))
+    prompts = real_text.to_ids(options.model_path, real_text.read_prompts(options.prompts))
 
     def late() -> bool:
         return bool(options.budget_s) and time.monotonic() - began > options.budget_s

@@ -1,9 +1,8 @@
-"""benchmarks/load.py without a server: request ids, windows, merging and the report."""
+"""benchmarks/load.py without a server: request ids, windows and merging."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import load, load_report, load_windows
+from benchmarks import load, load_points, load_windows
 from benchmarks.load_windows import Lap, Stretch, Window
 from sglang_dflash.simulate import DrawnAcceptance
 
@@ -151,7 +150,9 @@ def measured(
 
     monkeypatch.setattr(load_windows, "run_round", rounds.run)
     server: Any = Idle()
-    return load.measure(server, "accept2", 2, room, load.parse(["--out", "x", *more]))
+    options = load.parse(["--out", "x", *more])
+    prompts = load_points.RandomPrompts(options.prompt, options.ids)
+    return load_points.measure(server, "accept2", 2, room, prompts, options)
 
 
 def test_rounds_are_timed_until_both_windows_are_long_enough(
@@ -160,15 +161,15 @@ def test_rounds_are_timed_until_both_windows_are_long_enough(
     """A lap of 8 tokens takes 5 ms at 1600/s, so 32 laps take 0.16 s."""
     rounds = Rounds(800.0, 1600.0)
     found = measured(rounds, monkeypatch, "--seconds", "0.3")
-    # one that is not timed, then each to whichever window is shorter: 0.16, 0.32 and 0.16 s
-    assert [window["rounds"] for window in found["windows"]] == [2, 1]
-    assert [window["tokens_per_s"] for window in found["windows"]] == [1600.0, 800.0]
-    assert len(rounds.rids) == 4 and len({rid for rids in rounds.rids for rid in rids}) == 8
+    # one that is not timed, then two of 0.32 and two of 0.16 s in turn
+    assert [window["rounds"] for window in found["windows"]] == [2, 2]
+    assert [window["tokens_per_s"] for window in found["windows"]] == [800.0, 1600.0]
+    assert len(rounds.rids) == 5 and len({rid for rids in rounds.rids for rid in rids}) == 10
     assert found["tokens_per_s"] == 1200.0 and found["spread"] == 1.0
     assert found["tokens"] == [32, 160] and not found["short"]
     assert found["context"] == pytest.approx(128 + 96, abs=2)
     # without the round that is not timed
-    assert found["width"] == {"steps_by_width": {"4": 30}}
+    assert found["width"] == {"steps_by_width": {"4": 40}}
 
 
 def test_a_slow_warm_up_ends_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +182,7 @@ def test_no_more_rounds_than_allowed_are_timed(monkeypatch: pytest.MonkeyPatch) 
     rounds = Rounds(8000.0)
     found = measured(rounds, monkeypatch, "--rounds", "5")
     assert len(rounds.rids) == 6
-    assert [window["rounds"] for window in found["windows"]] == [3, 2]
+    assert [window["rounds"] for window in found["windows"]] == [2, 3]
 
 
 def test_a_point_says_when_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,17 +216,19 @@ def test_new_tokens_fit_into_the_pool() -> None:
 
 
 def test_request_ids_name_profiles_and_never_repeat() -> None:
-    assert load.rids_of("accept4.2", 1, 0) == ["accept4.2-accept4.2-1-0-0"]
-    mixed = load.rids_of("accept2+accept8", 4, 1)
+    assert load_points.rids_of("accept4.2", 1, 0) == ["accept4.2-accept4.2-1-0-0"]
+    mixed = load_points.rids_of("accept2+accept8", 4, 1)
     assert [rid.partition("-")[0] for rid in mixed] == ["accept2", "accept8"] * 2
     points = [(profile, n) for profile in load.PROFILES for n in (2, 4)]
-    everything = [rid for p, n in points for number in (0, 1) for rid in load.rids_of(p, n, number)]
+    everything = [
+        rid for p, n in points for number in (0, 1) for rid in load_points.rids_of(p, n, number)
+    ]
     assert len(set(everything)) == len(everything)
 
 
 def test_every_default_profile_is_one_that_the_worker_draws() -> None:
     for profile in load.PROFILES:
-        rids = load.rids_of(load.profile_name(profile), 4, 0)
+        rids = load_points.rids_of(load.profile_name(profile), 4, 0)
         assert len(DrawnAcceptance().draw(rids).num_correct) == 4
 
 
@@ -273,98 +276,31 @@ def test_another_system_than_asked_for_is_not_measured() -> None:
         load.check_system("in-tree", ours)
 
 
-def test_widths_are_those_of_the_point() -> None:
-    before = {"width": 16, "steps_by_width": {"16": 100}}
-    after = {"width": 4, "steps_by_width": {"16": 100, "4": 80, "3": 20}}
-    found = load.width_since(before, after)
-    assert found == {"width": 4, "steps_by_width": {"4": 80, "3": 20}}
-    assert load.width_since(None, after) == after
-    assert load.width_since(before, None) is None
-    assert load_report.widths_text({"width": found}) == "4 (80%), 3 (20%)"
-    assert load_report.widths_text({"width": {"width": 4}}) == "width 4"
-    assert load_report.widths_text({"width": None}) == ""
+def test_two_rounds_in_turn_ask_the_same_questions() -> None:
+    questions = load_points.Questions([[1], [2, 2], [3, 3, 3]])
+    rounds = [questions.draw(2, number) for number in range(5)]
+    assert rounds[1] == rounds[2] == [[1], [2, 2]]
+    assert rounds[3] == rounds[4] == [[3, 3, 3], [1]] and rounds[0] != rounds[1]
+    assert questions.longest == 3 and questions.mean == 2
 
 
-def test_steps_with_shared_rows_are_shown_with_their_mean_width() -> None:
-    uniform = {"1": 50}
-    before = {"steps_by_width": uniform, "shared": {"steps": 100, "mean_width": 8.0}}
-    after = {"steps_by_width": {"1": 53}, "shared": {"steps": 197, "mean_width": 4.23}}
-    found = load.width_since(before, after)
-    assert found["shared"] == {"steps": 97, "mean_width": 4.23}
-    assert load_report.widths_text({"width": found}) == "4.2 shared (97%)"
-    first = load.width_since({"steps_by_width": {}}, after)
-    assert load_report.widths_text({"width": first}) == "4.2 shared (79%), 1 (21%)"
-    none = {"steps_by_width": uniform, "shared": {"steps": 0, "mean_width": None}}
-    assert load_report.widths_text({"width": load.width_since(None, none)}) == "1 (100%)"
-
-
-def point(profile: str | None, n: int, rate: float, **more: Any) -> dict[str, Any]:
-    found = {"profile": profile, "requests": n, "tokens_per_s": rate, "spread": 0.0, "graph": True}
-    return found | more
-
-
-RESULTS = {
-    "plain": {"points": [point(None, 8, 100.0), point(None, 32, 200.0), point(None, 256, 1000.0)]},
-    "ours-16": {
-        "points": [point("accept8", 8, 700.0), point("accept8", 32, 600.0)],
-        "skipped": ["more than 128 requests"],
-    },
-    "ours": {
-        "points": [
-            point("accept8", 8, 690.0, width={"steps_by_width": {"16": 9, "12": 1}}),
-            point("accept8", 32, 790.0, spread=0.04),
-            point("accept8", 256, 1200.0, graph=False, short=True),
-            point("accept1", 32, 197.0),
-        ]
-    },
-}
-
-
-def cells(profile: str) -> list[list[str]]:
-    lines = load_report.table(RESULTS, profile).splitlines()[4:]
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-
-
-def test_the_table_says_what_was_reached() -> None:
-    eight, thirty_two, many = cells("accept8")
-    of_fixed, missed = "0.99 of fixed 16", "**missed** (0.986)"
-    assert eight[:4] == ["8", "100.0", "7.000", "6.900"]
-    assert eight[4:] == ["690.0", "0.986", "16 (90%), 12 (10%)", of_fixed, missed]
-    assert thirty_two[:4] == ["32", "200.0", "3.000", "3.950 ?"]
-    assert thirty_two[4:] == ["790.0 ?", "1.317", "", "3.9", "met"]
-    # fixed 16 was not measured here; the automatic width ran without a graph, in a small pool
-    assert many[:4] == ["256", "1000.0", "", "1.200 e s"]
-    assert many[4:] == ["1200.0 e s", "", "", "1.2", "met"]
-    assert cells("accept1")[0][-2:] == ["0.98", "met"]
-
-
-def test_the_report_names_what_was_missed_and_skipped() -> None:
-    found = {"results": RESULTS, "earlier_calls": [{"command": "python x"}], "tokens": [32, 160]}
-    text = load_report.report(found)
-    assert text.startswith("3 of 4 figures reached. Missed: accept8 at 8.")
-    assert "ours-16, not measured: more than 128 requests" in text
-    assert "- `python x`" in text
-    assert "from 32 to 160 generated tokens of a request on average." in text
-    alone = load_report.report({"results": {"plain": RESULTS["plain"]}})
-    assert "| 256 | 1000.0 |" in alone
-
-
-def test_figures_are_those_of_the_issue() -> None:
-    least = {p: {n: f.least for n, f in found.items()} for p, found in load_report.FIGURES.items()}
-    assert least == {
-        "accept8": {1: 0.99, 8: 0.99, 32: 3.9, 64: 2.45, 128: 1.55, 256: 1.2},
-        "accept4.2": {1: 0.99, 8: 1.0, 32: 2.6, 64: 1.9, 128: 1.35, 256: 1.1},
-        "accept2": {1: 1.8, 8: 1.65, 32: 1.5, 64: 1.2, 128: 1.03, 256: 1.0},
-        "accept2+accept8": {32: 2.3, 64: 1.8, 128: 1.4, 256: 1.2},
-    }
-    assert load_report.figure_for("accept1", 7) == load_report.Figure("plain", 0.98)
-    assert load_report.figure_for("recorded", 8) is None
+def test_real_text_is_not_simulated(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k.jsonl").write_text("")
+    options = load.parse(["--prompts", str(tmp_path / "gsm8k.jsonl"), "--requests", "8"])
+    plain, fixed, auto = load.starts_of(options)
+    assert plain.points([8]) == fixed.points([8]) == auto.points([8]) == [("gsm8k", 8)]
+    assert "SGLANG_DFLASH_DRAW_ACCEPTANCE" in load.switches(auto)
+    assert "SGLANG_DFLASH_DRAW_ACCEPTANCE" not in load.switches(auto, simulates=False)
+    with pytest.raises(SystemExit):
+        load.parse(["--prompts", str(tmp_path / "gsm8k.jsonl"), "--in-tree", "4"])
 
 
 def test_a_later_call_measures_only_what_is_missing(tmp_path: Path) -> None:
     arguments = ["--commit", "abc", "--requests", "8", "32", "64", "--profiles", "accept8"]
     first = load.Run(load.parse([*arguments, "--out", str(tmp_path / "a")]))
-    first.found["results"] = json.loads(json.dumps(RESULTS))
+    for system, profile in (("plain", None), ("ours-16", "accept8"), ("ours", "accept8")):
+        points = [{"profile": profile, "requests": n, "tokens_per_s": 1.0} for n in (8, 32)]
+        first.found["results"][system] = {"points": [point | {"graph": True} for point in points]}
     first.write(picture=False)
     path = tmp_path / "a.json"
     later = load.Run(load.parse([*arguments, "--into", str(path)]))
@@ -391,10 +327,3 @@ def test_results_of_another_commit_are_not_mixed(tmp_path: Path) -> None:
 def test_a_measurement_of_nothing_is_refused(arguments: str) -> None:
     with pytest.raises(SystemExit):
         load.parse(shlex.split(arguments))
-
-
-def test_the_ratios_are_plotted(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    about = {"model": "gemma4-31b", "gpu": None, "sglang": "0.5.17", "commit": "abc"}
-    load_report.draw(about | {"results": RESULTS}, tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 10_000

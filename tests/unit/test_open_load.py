@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import open_load
+from benchmarks import open_load, real_text
 from benchmarks.open_load import Answer
 
 
@@ -38,7 +38,7 @@ def test_prompts_are_first_questions(tmp_path: Path) -> None:
     ]
     file = tmp_path / "x.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    assert sorted(open_load.read_prompts([file])) == ["a", "c", "d", "e"]
+    assert sorted(real_text.read_prompts([file])) == ["a", "c", "d", "e"]
 
 
 def test_a_stream_is_timed_from_its_arrival_to_its_last_token() -> None:
