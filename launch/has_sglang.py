@@ -10,6 +10,6 @@ NEEDED = ("torch", "sglang", "sglang_dflash")
 absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 if absent:
     sys.exit(
-        "{} has no {}. Install what is missing (README.md, 'On a GPU' or 'Two commands'), or set "
+        "{} has no {}. Install what is missing (README.md, 'Serve on a GPU' or 'Try it'), or set "
         "PYTHON to one that has it.".format(sys.executable, " and no ".join(absent))
     )

@@ -1,7 +1,7 @@
 """Sampling parameters that SGLang's own DFLASH ignores or applies in another way, by its functions.
 
 It does not serve on a CPU, but its arithmetic runs there. A test that fails here means that SGLang
-has mended something: the README's table of both must then be changed.
+has mended something: the table of both in docs/sampling.md must then be changed.
 """
 
 from __future__ import annotations
