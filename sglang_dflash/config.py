@@ -7,7 +7,7 @@ load.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,10 @@ class DrafterSpec:
 
     name: str
     hidden_size: int
+    intermediate_size: int
     vocab_size: int
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     block_size: int
@@ -101,8 +103,10 @@ class DrafterSpec:
         spec = cls(
             name=name,
             hidden_size=hidden_size,
+            intermediate_size=_require(config, "intermediate_size", name),
             vocab_size=_require(config, "vocab_size", name),
             num_layers=num_layers,
+            num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
             head_dim=config.get("head_dim") or hidden_size // num_heads,
             block_size=dflash.get("block_size") or config.get("block_size") or 16,
@@ -143,10 +147,24 @@ class DrafterSpec:
         """Return whether this layer is causal within the block."""
         return self.layer_types[layer] == "sliding_attention"
 
+    def shards(self, tp_size: int) -> int:
+        """Return over how many of the ranks the drafter is divided: over all of them, or over none
+        (1), because its heads or its MLP are not divisible. Every rank then holds all of it."""
+        can_share = divides(tp_size, self.num_heads, [self.num_kv_heads])
+        return tp_size if can_share and self.intermediate_size % tp_size == 0 else 1
+
     def kv_bytes_per_token(self, *, element_size: int, tp_size: int) -> int:
         """Return the bytes of draft KV per token on one rank."""
-        heads = max(1, self.num_kv_heads // tp_size)
+        heads = max(1, self.num_kv_heads // self.shards(tp_size))
         return self.num_layers * 2 * heads * self.head_dim * element_size
+
+
+def divides(ranks: int, query_heads: int, kv_heads: Iterable[int]) -> bool:
+    """Return whether every rank gets the same number of heads. With fewer KV heads than ranks,
+    several ranks hold the same one."""
+    return query_heads % ranks == 0 and all(
+        each % ranks == 0 or ranks % each == 0 for each in kv_heads
+    )
 
 
 @dataclass(frozen=True)

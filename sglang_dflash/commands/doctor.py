@@ -171,29 +171,33 @@ def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, 
     rank = RankMemory.of_pair(
         target_config, draft_config, drafter=drafter, paths=(target_path, draft_path), asked=options
     )
-    findings = [found, *_tensor_parallelism(target_config, draft_config, options.tp_size)]
+    findings = [found, *_tensor_parallelism(target_config, drafter, options.tp_size)]
     fits = judge_memory(rank, options)
     memory = rank.lines(options.mem_fraction_static, card_gib(options))
     launch = recommend(target_path, draft_path, drafter, options)
     return [*findings, fits], {"memory": memory, "launch": launch}
 
 
-def _tensor_parallelism(target: Any, draft: Any, ranks: int) -> list[Finding]:
+def _tensor_parallelism(target: Any, drafter: cfg.DrafterSpec, ranks: int) -> list[Finding]:
     """Check that every rank gets the same number of heads; no finding without ranks."""
     if ranks == 1:
         return []
+    name = "tensor parallelism"
     text = target.get_text_config()
-    heads = {
-        "target": (text.num_attention_heads, *kv_heads(text).values()),
-        "drafter": (draft.num_attention_heads, *kv_heads(draft).values()),
-    }
-    for role, (queries, *keys) in heads.items():
-        # with fewer KV heads than ranks, several ranks hold the same one
-        if queries % ranks or any(each % ranks and ranks % each for each in keys):
-            found = f"the {role} has {queries} query heads and {' and '.join(map(str, keys))} KV"
-            advice = f"--tp-size {ranks} does not divide them. Pass a size that does."
-            return [Finding("tensor parallelism", "bad", found, advice)]
-    return [Finding("tensor parallelism", "ok", f"{ranks} ranks share the heads equally")]
+    queries, keys = text.num_attention_heads, kv_heads(text).values()
+    if not cfg.divides(ranks, queries, keys):
+        found = f"the target has {queries} query heads and {' and '.join(map(str, keys))} KV"
+        advice = f"--tp-size {ranks} does not divide them. Pass a size that does."
+        return [Finding(name, "bad", found, advice)]
+    if drafter.shards(ranks) == ranks:
+        return [Finding(name, "ok", f"{ranks} ranks share the heads equally")]
+    found = (
+        f"{ranks} ranks share the target's heads equally, and each holds the whole drafter, which "
+        f"has {drafter.num_heads} query heads, {drafter.num_kv_heads} KV, and an MLP of "
+        f"{drafter.intermediate_size}"
+    )
+    advice = "A --tp-size that divides these as well needs less memory on each card."
+    return [Finding(name, "note", found, advice)]
 
 
 def judge_memory(rank: RankMemory, options: argparse.Namespace) -> Finding:

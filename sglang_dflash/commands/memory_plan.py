@@ -2,7 +2,8 @@
 
 Tensor parallelism gives each rank a shard of most weights and of the KV heads. What it does not
 divide is counted in full: norms, routers, the drafter's projection of features, towers for images
-and sound (SGLang divides some of them), and KV heads of which there are fewer than ranks.
+and sound (SGLang divides some of them), and KV heads of which there are fewer than ranks. A
+drafter that the ranks cannot share is counted in full as well.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class RankMemory:
             ranks=ranks,
             target_weights=target_weights,
             draft_weights=on_one_rank(
-                in_files(draft) or described_draft(draft_config), ranks, drafter.num_kv_heads
+                in_files(draft) or described_draft(draft_config),
+                drafter.shards(ranks),
+                drafter.num_kv_heads,
             )
             or 0,
             target_kv=kv_bytes_per_token(text, ranks),

@@ -111,6 +111,9 @@ def _all_hooks() -> dict[str, Hook]:
         ),
         "default_pool_init": budget,
         "swa_pool_init": budget,
+        "draft_cell_size": Hook(
+            memory.budget_whole_drafter, "ranks that cannot share the drafter hold all draft KV"
+        ),
         "internal_state": Hook(
             describe.describe_server, "/server_info shows our settings and acceptance"
         ),

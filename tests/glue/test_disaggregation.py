@@ -35,7 +35,8 @@ class Request:
 def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
     monkeypatch.setattr(disaggregation, "_draft_kv", [])
     pool = Pool(slots=12)
-    disaggregation.transfer(pool, target_kv_heads=8)
+    # 32 ranks cannot share the drafter
+    disaggregation.transfer(pool, target_kv_heads=8, shards=lambda size: size if size < 32 else 1)
     return pool
 
 
@@ -72,6 +73,7 @@ def match(kv_manager: Any, prefill_ranks: int) -> None:
         pytest.param(manager(2, 512, 512, 256), 1, r"differ in bytes \(\[256, 512\]\)", id="bytes"),
         pytest.param(manager(2, 512, is_mla=True), 1, "all of the target's", id="mla"),
         pytest.param(manager(4, 512, 512), 16, "8 KV heads, which some", id="shared heads"),
+        pytest.param(manager(4, 512, 512), 32, "every rank has all of it", id="whole drafter"),
     ],
 )
 def test_ranks_between_which_draft_kv_cannot_be_cut_are_refused(

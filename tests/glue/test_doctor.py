@@ -255,6 +255,34 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(
     assert "--tp-size 3 does not divide them. Pass a size that does." in told
 
 
+def test_a_drafter_that_ranks_cannot_share_is_counted_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the server holds it."""
+    target, folder = shapes("qwen3-8b")[1], Path(shapes("qwen3-8b")[3])
+    config = json.loads((folder / "config.json").read_text()) | {
+        "num_attention_heads": 33,
+        "num_key_value_heads": 3,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    pair = ["--model-path", target, "--speculative-draft-model-path", str(tmp_path)]
+
+    def told(*arguments: str) -> tuple[dict[str, str], dict[str, Any]]:
+        assert main(["doctor", *pair, *arguments, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        states = {each["name"]: f"{each['state']} {each['found']}" for each in found["findings"]}
+        return states, found["plan"]["memory"]
+
+    whole, (states, two) = told()[1], told("--tp-size", "2")
+    ranks = " on each of 2 ranks"
+    assert two[f"draft weights{ranks}"] == whole["draft weights"]
+    assert two[f"draft KV per token{ranks}"] == whole["draft KV per token"]
+    assert states["tensor parallelism"] == (
+        "note 2 ranks share the target's heads equally, and each holds the whole drafter, which "
+        "has 33 query heads, 3 KV, and an MLP of 12288"
+    )
+
+
 def test_the_contract_is_printed_with_what_moved(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

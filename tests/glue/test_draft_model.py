@@ -14,7 +14,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from sglang_dflash.glue import compat
-from sglang_dflash.glue.models.draft_model import DFlashDraftModel
+from sglang_dflash.glue.models.draft_model import (
+    DFlashDraftModel,
+    _our_name,
+    tell_heads_of_each_rank,
+)
 from sglang_dflash.pairs import tiny_drafter
 from tests.tiny_models import make_drafter
 
@@ -44,14 +48,15 @@ def checkpoint(folder: Path | None = None) -> dict[str, Tensor]:
     return {name: tensor.float() for name, tensor in weights.items()}
 
 
-def padded_config(folder: Path, tp_size: int) -> Any:
-    """Return a drafter's config as SGLang passes it on a CPU, where it pads sharded dimensions."""
+def padded(folder: Path, tp_size: int) -> Any:
+    """Return a drafter's ModelConfig as SGLang makes it on a CPU, where it pads sharded
+    dimensions."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
 
     found = ModelConfig(model_path=str(folder), is_draft_model=True)
-    return adjust_config_with_unaligned_cpu_tp(found, LoadConfig(), tp_size).hf_config
+    return adjust_config_with_unaligned_cpu_tp(found, LoadConfig(), tp_size)
 
 
 @pytest.mark.parametrize("tp_size", TP_SIZES)
@@ -100,7 +105,7 @@ def test_padding_for_a_cpu_is_not_asked_of_the_checkpoint(tmp_path: Path) -> Non
     """One KV head for two ranks, and an MLP width that is not a multiple of 64."""
     folder = make_drafter(tmp_path, num_key_value_heads=1, intermediate_size=200)
     for rank in range(2):
-        config = padded_config(folder, 2)
+        config = padded(folder, 2).hf_config
         assert (config.num_key_value_heads, config.intermediate_size) == (2, 256)
         model = build(2, rank, config)
         model.load_weights(checkpoint(folder).items())
@@ -108,8 +113,34 @@ def test_padding_for_a_cpu_is_not_asked_of_the_checkpoint(tmp_path: Path) -> Non
         assert model.layers[0].mlp.down_proj.weight.shape[1] == 100
 
 
-def test_heads_that_ranks_cannot_share_are_told(tmp_path: Path) -> None:
-    folder = make_drafter(tmp_path, num_attention_heads=9, num_key_value_heads=3)
-    message = "--tp-size 2 does not divide the drafter's 9 query and 3 KV heads"
-    with pytest.raises(ValueError, match=message):
-        build(2, 0, padded_config(folder, 2))
+@pytest.mark.parametrize(
+    "uneven",
+    [
+        {"num_attention_heads": 9, "num_key_value_heads": 3},
+        {"num_attention_heads": 6, "num_key_value_heads": 3},
+        {"intermediate_size": 255},
+    ],
+    ids=["queries", "keys", "mlp"],
+)
+def test_a_drafter_that_ranks_cannot_share_is_whole_on_each(
+    tmp_path: Path, uneven: dict[str, int]
+) -> None:
+    folder = make_drafter(tmp_path, **uneven)
+    heads = uneven.get("num_attention_heads", 4), uneven.get("num_key_value_heads", 2)
+    for rank in range(2):
+        found = padded(folder, 2)
+        model = build(2, rank, found.hf_config)
+        model.load_weights(checkpoint(folder).items())
+        for name, tensor in checkpoint(folder).items():
+            ours, part = _our_name(name)
+            whole = model.get_parameter(ours)
+            if part is not None:
+                starts = {"q": 0, "k": heads[0] * 32, "v": sum(heads) * 32}
+                start = starts[part] if isinstance(part, str) else part * len(tensor)
+                whole = whole[start : start + len(tensor)]
+            torch.testing.assert_close(whole, tensor)
+        with as_rank(rank, 2):
+            tell_heads_of_each_rank(found, model.spec)
+        assert (found.get_num_attention_heads(2), found.get_num_kv_heads(2)) == heads
+        own = model.layers[0].self_attn.attn
+        assert (own.tp_q_head_num, own.tp_k_head_num) == heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from sglang_dflash.glue import compat, seams
 from sglang_dflash.glue.startup import memory
 from sglang_dflash.glue.startup.server_args import read_drafter
+from tests.tiny_models import make_drafter
 
 
 def server_args(**changes: Any) -> Any:
@@ -92,27 +94,31 @@ budgeted_by_us = pytest.mark.skipif(
 
 
 @pytest.mark.skipif("swa_pool_init" in compat.SYMBOLS, reason="this SGLang needs our budget")
-def test_sglangs_own_budget_is_ours_byte_for_byte(models: Any) -> None:
-    """It reads the drafter's geometry from the config, too; a difference would be lost memory."""
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("heads", [(4, 2), (6, 3)], ids=["shared", "whole"])
+def test_sglangs_own_budget_is_ours_byte_for_byte(
+    tmp_path: Path, tp_size: int, heads: tuple[int, int]
+) -> None:
+    """It reads the drafter's geometry from the config, too; a difference would be lost memory, or
+    more than there is."""
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import get_context
     from sglang.srt.speculative.dflash_utils import dflash_draft_cell_size_per_token
 
-    path = str(models / "drafter")
+    made = make_drafter(tmp_path, num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    asked = {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(made)}
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        found = dflash_draft_cell_size_per_token(
-            draft_model_config=ModelConfig(model_path=path, is_draft_model=True),
-            draft_num_layers=2,
-            draft_kv_cache_dtype=dtype,
-            tp_size=1,
-        )
-        args = server_args(
-            speculative_draft_model_path=path,
-            speculative_draft_model_revision=None,
-            trust_remote_code=False,
-            json_model_override_args="{}",
-        )
-        drafter = read_drafter(seams.settings(args))
-        assert found == drafter.kv_bytes_per_token(element_size=dtype.itemsize, tp_size=1)
+        with get_context().override_server_args(**asked):
+            found = dflash_draft_cell_size_per_token(
+                draft_model_config=ModelConfig(model_path=str(made), is_draft_model=True),
+                draft_num_layers=2,
+                draft_kv_cache_dtype=dtype,
+                tp_size=tp_size,
+            )
+            drafter = read_drafter(seams.settings())
+        assert found == drafter.kv_bytes_per_token(element_size=dtype.itemsize, tp_size=tp_size)
+        each = 1 if heads == (4, 2) and tp_size == 2 else heads[1]
+        assert found == 2 * 2 * each * 32 * dtype.itemsize
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from sglang_dflash.environment import Environment
 CONFIG: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
     "hidden_size": 128,
+    "intermediate_size": 384,
     "vocab_size": 1024,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,

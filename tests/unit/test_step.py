@@ -23,6 +23,7 @@ def config() -> DFlashConfig:
         {
             "architectures": ["DFlashDraftModel"],
             "hidden_size": 8,
+            "intermediate_size": 16,
             "vocab_size": 100,
             "num_hidden_layers": 1,
             "num_attention_heads": 1,

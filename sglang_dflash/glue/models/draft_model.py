@@ -3,6 +3,9 @@
 A Qwen3-style stack that shares the target's embedding and head. Only block tokens pass through the
 layers; target tokens enter as draft KV, computed from features outside the layers with `fc`,
 `hidden_norm` and each layer's `kv_weight` and `k_norm`.
+
+With tensor parallelism the ranks share the layers, if heads and MLP can be divided among them.
+Otherwise each rank runs the whole drafter, with all of the draft KV, and asks no other rank.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sglang_dflash.config import DrafterSpec
-from sglang_dflash.glue import changes, compat
+from sglang_dflash.glue import changes, compat, seams
 
 # checkpoint name -> (our fused parameter, shard of it)
 FUSED = {
@@ -34,34 +37,53 @@ CONFIG = changes.Fields(
 )
 
 
+HEADS = changes.Fields(
+    "the drafter's ModelConfig and its config",
+    dict.fromkeys(
+        ("num_attention_heads", "num_key_value_heads"),
+        "SGLang divides them by the TP size, but each rank has all heads of a whole drafter",
+    ),
+)
+
+
+def tell_heads_of_each_rank(model_config: Any, spec: DrafterSpec) -> None:
+    """Let SGLang's KV pool and attention backend find the heads that each rank has, although they
+    divide a model's heads by the ranks. Call it before they are made."""
+    tp_size = compat.get_parallel().tp_size
+    copies = tp_size // spec.shards(tp_size)
+    if copies > 1:
+        for config in (model_config, model_config.hf_text_config):
+            HEADS.write(
+                config,
+                num_attention_heads=spec.num_heads * copies,
+                num_key_value_heads=spec.num_kv_heads * copies,
+            )
+
+
 class DraftAttention(nn.Module):
     def __init__(self, config: Any, spec: DrafterSpec, layer: int, quant_config: Any) -> None:
         super().__init__()
-        tp_size = compat.get_parallel().tp_size
-        num_heads = config.num_attention_heads
-        if num_heads % tp_size or (spec.num_kv_heads % tp_size and tp_size % spec.num_kv_heads):
-            raise ValueError(
-                f"--tp-size {tp_size} does not divide the drafter's {num_heads} query and "
-                f"{spec.num_kv_heads} KV heads. Pass a size that divides both."
-            )
+        shards = spec.shards(compat.get_parallel().tp_size)
         self.head_dim = spec.head_dim
-        self.q_size = num_heads // tp_size * spec.head_dim
-        self.kv_size = max(1, spec.num_kv_heads // tp_size) * spec.head_dim
+        self.q_size = spec.num_heads // shards * spec.head_dim
+        self.kv_size = max(1, spec.num_kv_heads // shards) * spec.head_dim
         self.qkv_proj = compat.QKVParallelLinear(
             hidden_size=spec.hidden_size,
             head_size=spec.head_dim,
-            total_num_heads=num_heads,
+            total_num_heads=spec.num_heads,
             total_num_kv_heads=spec.num_kv_heads,
             bias=False,
             quant_config=quant_config,
             prefix=f"layers.{layer}.self_attn.qkv_proj",
+            **seams.over_ranks(shards),
         )
         self.o_proj = compat.RowParallelLinear(
-            num_heads * spec.head_dim,
+            spec.num_heads * spec.head_dim,
             spec.hidden_size,
             bias=False,
             quant_config=quant_config,
             prefix=f"layers.{layer}.self_attn.o_proj",
+            **seams.over_ranks(shards),
         )
         self.q_norm = compat.RMSNorm(spec.head_dim, eps=config.rms_norm_eps)
         self.k_norm = compat.RMSNorm(spec.head_dim, eps=config.rms_norm_eps)
@@ -100,21 +122,24 @@ class DraftAttention(nn.Module):
 
 
 class DraftMLP(nn.Module):
-    def __init__(self, config: Any, layer: int, quant_config: Any) -> None:
+    def __init__(self, spec: DrafterSpec, layer: int, quant_config: Any) -> None:
         super().__init__()
+        shards = spec.shards(compat.get_parallel().tp_size)
         self.gate_up_proj = compat.MergedColumnParallelLinear(
-            config.hidden_size,
-            [config.intermediate_size] * 2,
+            spec.hidden_size,
+            [spec.intermediate_size] * 2,
             bias=False,
             quant_config=quant_config,
             prefix=f"layers.{layer}.mlp.gate_up_proj",
+            **seams.over_ranks(shards),
         )
         self.down_proj = compat.RowParallelLinear(
-            config.intermediate_size,
-            config.hidden_size,
+            spec.intermediate_size,
+            spec.hidden_size,
             bias=False,
             quant_config=quant_config,
             prefix=f"layers.{layer}.mlp.down_proj",
+            **seams.over_ranks(shards),
         )
         self.activation = compat.SiluAndMul()
 
@@ -130,7 +155,7 @@ class DraftLayer(nn.Module):
         self.input_layernorm = compat.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = DraftAttention(config, spec, layer, quant_config)
         self.post_attention_layernorm = compat.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = DraftMLP(config, layer, quant_config)
+        self.mlp = DraftMLP(spec, layer, quant_config)
 
     def forward(
         self, positions: Tensor, hidden: Tensor, residual: Tensor | None, forward_batch: Any
@@ -187,7 +212,7 @@ class DFlashDraftModel(nn.Module):
         once, with the right shape, and every tensor has a parameter."""
         params = dict(self.named_parameters())
         missing = {name: len(_parts_of(name)) for name in params}
-        whole_shapes = _whole_shapes(self.config, self.spec)
+        whole_shapes = _whole_shapes(self.spec)
         unknown = []
         for raw_name, tensor in weights:
             name, part = _our_name(raw_name.removeprefix("model."))
@@ -215,10 +240,10 @@ class DFlashDraftModel(nn.Module):
             )
 
 
-def _whole_shapes(config: Any, spec: DrafterSpec) -> dict[str, tuple[int, int]]:
+def _whole_shapes(spec: DrafterSpec) -> dict[str, tuple[int, int]]:
     """Return the unsharded shapes of weights that ranks may shard, by checkpoint name."""
-    hidden, inner = spec.hidden_size, config.intermediate_size
-    query = config.num_attention_heads * spec.head_dim
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    query = spec.num_heads * spec.head_dim
     key = spec.num_kv_heads * spec.head_dim
     return {
         "q_proj": (query, hidden),

@@ -158,6 +158,12 @@ def ranks_of(linear: Any) -> int:
     return linear.tp_size
 
 
+def over_ranks(shards: int) -> dict[str, Any]:
+    """Return the arguments with which a linear layer is divided over so many ranks: over all of
+    them, or with 1 over none, so that each holds it whole."""
+    return {"tp_rank": 0, "tp_size": 1} if shards == 1 else {}
+
+
 def enter_gemma_layer(hidden_states: Tensor, keywords: dict[str, Any]) -> None:
     """Do what SGLang's layer does with its input besides computing; nothing here."""
 

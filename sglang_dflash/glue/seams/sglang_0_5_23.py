@@ -158,6 +158,12 @@ def ranks_of(linear: Any) -> int:
     return compat.get_group_rank_size(linear.tp_group)[1]
 
 
+def over_ranks(shards: int) -> dict[str, Any]:
+    """Return the arguments with which a linear layer is divided over so many ranks: over all of
+    them, or with 1 over none, so that each holds it whole."""
+    return {"parallel_group": "replicated"} if shards == 1 else {}
+
+
 def enter_gemma_layer(hidden_states: Tensor, keywords: dict[str, Any]) -> None:
     """Do what SGLang's layer does with its input besides computing: capture it for the drafter."""
     capture = keywords.get("capture_output")

@@ -43,6 +43,15 @@ def budget_draft_kv(original: Any, configurator: Any, kvc: Any) -> None:
     return None
 
 
+def budget_whole_drafter(original: Any, *, tp_size: int, **drafter: Any) -> int:
+    """Budget the draft KV that each rank has: all of it, if the ranks cannot share the drafter.
+    For releases that include the drafter in the memory cost of a token."""
+    settings = seams.settings()
+    if settings.speculative_algorithm == "DFLASH":
+        tp_size = read_drafter(settings).shards(tp_size)
+    return original(tp_size=tp_size, **drafter)
+
+
 def draft_kv_bytes(kvc: Any) -> int:
     """Return the bytes of draft KV per token on this rank."""
     server_args = kvc.server_args

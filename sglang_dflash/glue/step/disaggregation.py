@@ -8,7 +8,7 @@ a cached prefix once it has waited for an event; both are queued on that stream 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,6 +25,7 @@ class DraftKV:
 
     pool: Any
     target_kv_heads: int  # on all ranks together
+    shards: Callable[[int], int]  # by number of ranks: over how many the draft KV is divided
 
 
 _draft_kv: list[DraftKV] = []
@@ -32,9 +33,9 @@ _draft_kv: list[DraftKV] = []
 _backups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
-def transfer(pool: Any, *, target_kv_heads: int) -> None:
+def transfer(pool: Any, *, target_kv_heads: int, shards: Callable[[int], int]) -> None:
     """Let the hooks serve this draft KV."""
-    _draft_kv[:] = [DraftKV(pool, target_kv_heads)]
+    _draft_kv[:] = [DraftKV(pool, target_kv_heads, shards)]
 
 
 def begin_decoding(original: Any, algorithm: Any, batch: Any, *given: Any) -> Any:
@@ -85,6 +86,7 @@ def match_ranks(original: Any, kv_manager: Any, prefill: Any) -> None:
             sizes,
             item_lens=kv_manager.kv_args.kv_item_lens,
             target_kv_heads=kv.target_kv_heads,
+            shards=kv.shards,
             is_mla=kv_manager.is_mla_backend,
         )
         if reason is not None:
@@ -95,7 +97,12 @@ def match_ranks(original: Any, kv_manager: Any, prefill: Any) -> None:
 
 
 def why_not_resliced(
-    sizes: tuple[int, int], *, item_lens: Sequence[int], target_kv_heads: int, is_mla: bool
+    sizes: tuple[int, int],
+    *,
+    item_lens: Sequence[int],
+    target_kv_heads: int,
+    shards: Callable[[int], int],
+    is_mla: bool,
 ) -> str | None:
     """Return why the KV of one number of ranks cannot be sent to another; None if it can be.
 
@@ -106,6 +113,8 @@ def why_not_resliced(
         return None
     if is_mla:
         return "every rank has all of the target's (MLA), but a part of the drafter's"
+    if any(shards(size) != size for size in sizes):
+        return "on one side every rank has all of it, because the ranks cannot share the drafter"
     if len(set(item_lens)) > 1:
         return f"it cuts all layers alike, and theirs differ in bytes ({sorted(set(item_lens))})"
     if any(target_kv_heads % size for size in sizes):

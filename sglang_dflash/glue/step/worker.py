@@ -17,7 +17,7 @@ from sglang_dflash.environment import WIDTH, Environment
 from sglang_dflash.glue import changes, compat, release, seams
 from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 from sglang_dflash.glue.after_step.request_end import count_steps_in
-from sglang_dflash.glue.models.draft_model import DFlashDraftModel
+from sglang_dflash.glue.models.draft_model import DFlashDraftModel, tell_heads_of_each_rank
 from sglang_dflash.glue.models.gemma4_layers import describe_layers, install_fused_layers
 from sglang_dflash.glue.models.verify_backend import (
     OURS,
@@ -97,6 +97,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             **placement,
         )
         self._draft_worker = bundle.draft_worker
+        tell_heads_of_each_rank(bundle.draft_model_runner.model_config, self.config.drafter)
         self.runtime = DFlashRuntime(
             self.config,
             self.ops,
@@ -169,6 +170,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         disaggregation.transfer(
             self.runtime.draft_runner.token_to_kv_pool,
             target_kv_heads=self.model_runner.model_config.get_total_num_kv_heads(),
+            shards=self.config.drafter.shards,
         )
         # before SGLang captures the target's graphs, which precede the drafter's
         self.runtime.verify_graphs.install(self.model_runner)

@@ -69,8 +69,8 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.configs.model_config",
         "ModelConfig",
         attributes=names(
-            """hf_config model_path context_len vocab_size dtype model_is_mrope
-            get_total_num_kv_heads"""
+            """hf_config hf_text_config model_path num_attention_heads num_key_value_heads
+            context_len vocab_size dtype model_is_mrope get_total_num_kv_heads"""
         ),
     ),
     "get_server_args": Symbol("srt.runtime_context", "get_server_args"),

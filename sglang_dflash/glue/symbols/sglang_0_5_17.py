@@ -109,6 +109,10 @@ SYMBOLS: dict[str, Symbol] = {
         "TritonAttnBackend._update_target_verify_buffers",
         takes=names("bs seq_lens req_pool_indices spec_info"),
     ),
+    **{
+        f"whole_{name}": Symbol("srt.layers.linear", name, names("tp_rank tp_size"))
+        for name in names("QKVParallelLinear MergedColumnParallelLinear RowParallelLinear")
+    },
     "gemma4_layer_result": Symbol(
         "srt.models.gemma4_causal",
         "Gemma4DecoderLayer.forward",

@@ -135,6 +135,27 @@ SYMBOLS: dict[str, Symbol] = {
         ("owned",),
         order=("hidden",),
     ),
+    **{
+        f"whole_{name}": Symbol("srt.layers.linear", name, ("parallel_group",))
+        for name in names("QKVParallelLinear MergedColumnParallelLinear RowParallelLinear")
+    },
+    "draft_cell_size": Symbol(
+        "srt.speculative.dflash_utils",
+        "dflash_draft_cell_size_per_token",
+        takes=names("draft_model_config draft_num_layers draft_kv_cache_dtype tp_size"),
+    ),
+    "draft_budget": Symbol(
+        "srt.mem_cache.draft_kv_budget",
+        "resolve_dflash_draft_cell_size",
+        calls=(
+            "dflash_draft_cell_size_per_token(draft_model_config=draft_model_config, "
+            "draft_num_layers=draft_num_layers, draft_kv_cache_dtype=draft_kv_cache_dtype, "
+            "tp_size=attn_tp_size)",
+        ),
+    ),
+    "linear_group": Symbol(
+        "srt.layers.linear", "_resolve_linear_group", order=("parallel_group",), returns=("None",)
+    ),
     # the stream that `residual_is_written` leaves
     "gemma4_layer_result": Symbol(
         "srt.models.gemma4_causal",
