@@ -23,6 +23,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from sglang_dflash.pairs import tiny_target
@@ -32,7 +34,9 @@ CLASSES = {
     "llama": LlamaForCausalLM,
     "qwen2": Qwen2ForCausalLM,
     "qwen3": Qwen3ForCausalLM,
+    "qwen3-moe": Qwen3MoeForCausalLM,
     "gemma4": Gemma4ForCausalLM,
+    "gemma4-for-two": Gemma4ForCausalLM,
     "gemma4-moe": Gemma4ForCausalLM,
 }
 NUM_LAYERS = 6
@@ -59,7 +63,10 @@ EXPERTS: dict[str, Any] = {
 }
 
 # Gemma 4's sliding and full layers have different heads
-HEAD_DIM, GLOBAL_HEAD_DIM, GLOBAL_KV_HEADS = 32, 64, 1
+HEAD_DIM, GLOBAL_HEAD_DIM = 32, 64
+# KV heads of the global layers; for two ranks there must be two: on a CPU, SGLang pads the heads of
+# all layers otherwise, and answers wrongly
+GLOBAL_KV_HEADS = {"gemma4": 1, "gemma4-moe": 1, "gemma4-for-two": 2}
 # targets with linear attention have configs only: nothing here runs them
 HYBRID_TEXT = {**COMMON, "head_dim": 32, "full_attention_interval": 3}
 HYBRIDS: dict[str, dict[str, Any]] = {
@@ -85,14 +92,14 @@ def make_target(family: str, folder: Path, *, seed: int = 0) -> Path:
             if "norm" not in name:
                 # wide weights: a random model must not be nearly tied everywhere
                 param.normal_(std=0.08)
-            if name.endswith("router.proj.weight"):
-                # the router's input is scaled by 1 / sqrt(hidden size)
+            if name.endswith(("router.proj.weight", "mlp.gate.weight")):
+                # Gemma 4 scales the router's input by 1 / sqrt(hidden size)
                 param.normal_(std=1.0)
             if name.endswith("scale"):
                 param.uniform_(0.5, 1.5)
     model.float().eval().save_pretrained(folder)
     if family.startswith("gemma4"):
-        _write_sglang_gemma4_keys(folder / "config.json")
+        _write_sglang_gemma4_keys(folder / "config.json", GLOBAL_KV_HEADS[family])
     _copy_tokenizer(folder)
     return folder
 
@@ -140,11 +147,21 @@ def hf_config(family: str) -> PreTrainedConfig:
         return Qwen2Config(**COMMON, tie_word_embeddings=True)
     if family == "qwen3":
         return Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True)
+    if family == "qwen3-moe":
+        return Qwen3MoeConfig(
+            **COMMON,
+            head_dim=32,
+            tie_word_embeddings=False,
+            num_experts=NUM_EXPERTS,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            norm_topk_prob=True,
+        )
     return Gemma4TextConfig(
         **COMMON,
         head_dim=HEAD_DIM,
         global_head_dim=GLOBAL_HEAD_DIM,
-        num_global_key_value_heads=GLOBAL_KV_HEADS,
+        num_global_key_value_heads=GLOBAL_KV_HEADS[family],
         attention_k_eq_v=True,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
         sliding_window=48,
@@ -167,7 +184,7 @@ def _copy_tokenizer(folder: Path) -> None:
             shutil.copy(tiny_target() / name, folder / name)
 
 
-def _write_sglang_gemma4_keys(path: Path) -> None:
+def _write_sglang_gemma4_keys(path: Path, global_kv_heads: int) -> None:
     """Write the two head shapes under the keys that SGLang reads for a text-only Gemma 4."""
     config = json.loads(path.read_text())
     # newer transformers write them layer by layer, and ask for the global ones again
@@ -179,7 +196,7 @@ def _write_sglang_gemma4_keys(path: Path) -> None:
         "head_dim": GLOBAL_HEAD_DIM,
         "v_head_dim": GLOBAL_HEAD_DIM,
         "global_head_dim": GLOBAL_HEAD_DIM,
-        "num_key_value_heads": GLOBAL_KV_HEADS,
-        "num_global_key_value_heads": GLOBAL_KV_HEADS,
+        "num_key_value_heads": global_kv_heads,
+        "num_global_key_value_heads": global_kv_heads,
     }
     path.write_text(json.dumps(config, indent=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sglang_dflash.glue import changes, compat
@@ -14,7 +15,9 @@ def install() -> None:
     """Make experts run on a CPU with any activation, and Gemma 4's router with its scale."""
     changes.attach(
         {
-            "unquantized_experts": Hook(_run_in_torch, "supports any activation of the experts"),
+            "unquantized_experts": Hook(
+                _run_in_torch, "supports any activation of the experts, and experts of other ranks"
+            ),
             "gemma4_norm": Hook(
                 _norm_with_folded_scale, "a router's norm applies its folded scale"
             ),
@@ -24,13 +27,27 @@ def install() -> None:
 
 def _run_in_torch(original: Any, method: Any, layer: Any, dispatch_output: Any) -> Any:
     """Run the experts in torch. The original supports SiLU only; Gemma 4 uses GELU."""
-    rows = compat.moe_forward_native(
-        layer,
-        dispatch_output.hidden_states,
-        dispatch_output.topk_output,
-        method.moe_runner_config,
+    rows, chosen = dispatch_output.hidden_states, dispatch_output.topk_output
+    run = _run_own if layer.moe_ep_size > 1 else compat.moe_forward_native
+    out = run(layer, rows, chosen, method.moe_runner_config)
+    return compat.StandardCombineInput(hidden_states=out)
+
+
+def _run_own(layer: Any, hidden: Tensor, chosen: Any, config: Any) -> Tensor:
+    """Run this rank's experts, and leave zeros where only experts of others were chosen: SGLang
+    then sums over the ranks. It marks the experts of others with -1, for which its torch path has
+    no rule."""
+    rows, choices = (chosen.topk_ids >= 0).nonzero(as_tuple=True)
+    out = torch.zeros_like(hidden)
+    if rows.numel() == 0:
+        return out
+    # one expert for each row
+    alone = compat.StandardTopKOutput(
+        topk_weights=chosen.topk_weights[rows, choices][:, None],
+        topk_ids=chosen.topk_ids[rows, choices][:, None],
+        router_logits=chosen.router_logits,
     )
-    return compat.StandardCombineInput(hidden_states=rows)
+    return out.index_add(0, rows, compat.moe_forward_native(layer, hidden[rows], alone, config))
 
 
 def _norm_with_folded_scale(original: Any, norm: Any, x: Tensor) -> Tensor:

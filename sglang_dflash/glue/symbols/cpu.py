@@ -48,6 +48,14 @@ SYMBOLS: dict[str, Symbol] = {
         "moe_forward_native",
         order=names("layer x topk_output moe_runner_config"),
     ),
+    "StandardTopKOutput": Symbol(
+        "srt.layers.moe.topk",
+        "StandardTopKOutput",
+        names("topk_weights topk_ids router_logits"),
+    ),
+    "FusedMoE": Symbol(
+        "srt.layers.moe.fused_moe_triton.layer", "FusedMoE", attributes=("moe_ep_size",)
+    ),
     "StandardCombineInput": Symbol(
         "srt.layers.moe.token_dispatcher", "StandardCombineInput", ("hidden_states",)
     ),
