@@ -1,17 +1,45 @@
 #!/usr/bin/env bash
 # Put SGLang's router (pip install sglang-router) in front of running replicas, port 30000:
 #   launch/router.sh URL [URL ...] [any argument of the router]
-# Each replica is asked first what it runs: the router itself would mix different models, or
+# or in front of servers that prefill and servers that decode, at least one of each:
+#   launch/router.sh prefill=URL[,BOOTSTRAP_PORT] decode=URL [any argument of the router]
+# Each server is asked first what it runs: the router itself would mix different models, or
 # different releases of sglang_dflash. DRY_RUN=1 prints the command without asking or running.
 set -euo pipefail
-urls=()
+refuse() {
+  echo "launch/router.sh: $1" >&2
+  exit 2
+}
+urls=() prefill=() decode=() named=()
 while [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; do
-  urls+=("${1%/}")
+  named+=("$1")
+  case $1 in
+    prefill=*)
+      url=${1#prefill=} port=8998
+      case $url in *,*) port=${url##*,} url=${url%,*} ;; esac
+      prefill+=(--prefill "${url%/}" "$port")
+      ;;
+    decode=*)
+      url=${1#decode=}
+      decode+=(--decode "${url%/}")
+      ;;
+    *) urls+=("${1%/}") ;;
+  esac
   shift
 done
-if [ ${#urls[@]} -eq 0 ]; then
-  echo "launch/router.sh: needs the URL of each replica, then any argument of the router." >&2
-  exit 2
+if [ ${#named[@]} -eq 0 ]; then
+  refuse "needs the URL of each replica, then any argument of the router."
+fi
+if [ ${#urls[@]} -gt 0 ]; then
+  workers=(--worker-urls "${urls[@]}")
+else
+  workers=(--pd-disaggregation "${prefill[@]}" "${decode[@]}")
+fi
+if [ ${#urls[@]} -gt 0 ] && [ $((${#prefill[@]} + ${#decode[@]})) -gt 0 ]; then
+  refuse "${urls[0]} neither prefills nor decodes. Name all servers prefill=URL or decode=URL, or none."
+fi
+if [ ${#urls[@]} -eq 0 ] && { [ ${#prefill[@]} -eq 0 ] || [ ${#decode[@]} -eq 0 ]; }; then
+  refuse "needs servers that prefill (prefill=URL) and servers that decode (decode=URL), and found one kind."
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
@@ -19,7 +47,7 @@ python=${PYTHON:-python3}
 # by a few requests only: a replica with more of them verifies fewer drafts of each. The router's own
 # default leaves a dead replica in the list for three minutes
 args=(
-  --worker-urls "${urls[@]}" --port 30000 --policy cache_aware
+  "${workers[@]}" --port 30000 --policy cache_aware
   --balance-abs-threshold 4 --balance-rel-threshold 1.2
   --worker-startup-check-interval 1 --health-check-interval-secs 5
 )
@@ -33,5 +61,5 @@ if ! command -v "$python" >/dev/null; then
   echo "launch/router.sh: no Python at $python. Set PYTHON to the one that has sglang-router." >&2
   exit 1
 fi
-PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$python" "$root/launch/same_replicas.py" "${urls[@]}"
+PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$python" "$root/launch/same_replicas.py" "${named[@]}"
 exec "$python" -m sglang_router.launch_router "${args[@]}" "$@"

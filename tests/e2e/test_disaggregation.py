@@ -8,15 +8,17 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import requests
 import torch
 
 from sglang_dflash.glue import release
-from sglang_dflash.testing.server import SCHEDULES, Server, free_port
+from sglang_dflash.testing.server import ROOT, SCHEDULES, Server, ServerProcess, free_port
 from tests.e2e.conftest import FULL_BLOCKS, SCRIPTED, SHAPE, start_together
 from tests.e2e.test_exact import random_request, same_answers
 from tests.e2e.test_sampling import SCHEMA
@@ -48,7 +50,7 @@ class Pair:
     """A prefill and a decode server, asked as SGLang's router does: both get every request."""
 
     def __init__(self, prefill: Server, decode: Server, bootstrap_port: int) -> None:
-        self.prefill, self.decode = prefill, decode
+        self.prefill, self.decode, self.bootstrap_port = prefill, decode, bootstrap_port
         self._address = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port}
         self._rooms = itertools.count(1)
 
@@ -134,6 +136,28 @@ def test_random_requests_of_mixed_shape(one: Server, pair: Pair, prompts: list[l
     chance = random.Random(2025)
     asked = [random_request(chance, prompts) for _ in range(16)]
     same_answers(one, pair, [(ids, p | drawn if i % 2 else p) for i, (ids, p) in enumerate(asked)])
+
+
+def test_the_router_asks_both_servers(one: Server, pair: Pair, prompts: list[list[int]]) -> None:
+    """As launch/pd.sh starts it."""
+    port = free_port()
+    servers = [f"prefill={pair.prefill.url},{pair.bootstrap_port}", f"decode={pair.decode.url}"]
+    args = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    command = [str(ROOT / "launch" / "router.sh"), *servers, *args]
+
+    def ask(ids: list[int]) -> dict[str, Any]:
+        params = {"temperature": 0, "max_new_tokens": 40}
+        body = {"input_ids": ids, "sampling_params": params}
+        response = requests.post(f"{router.url}/generate", json=body, timeout=120)
+        response.raise_for_status()
+        return response.json()
+
+    with ServerProcess(command, port=port, env={}) as router:
+        while not requests.get(f"{router.url}/readiness", timeout=30).ok:
+            time.sleep(0.2)
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(ask, prompts[:4]))
+    assert outcomes(found) == outcomes(one.generate_all(prompts[:4], max_new_tokens=40))
 
 
 def test_nothing_leaks(pair: Pair) -> None:

@@ -14,7 +14,7 @@ from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ROOT
 
 LAUNCH = ROOT / "launch"
-OTHERS = ("serve.sh", "cpu.sh", "router.sh")
+OTHERS = ("serve.sh", "cpu.sh", "router.sh", "pd.sh")
 RECIPES = sorted(path.name for path in LAUNCH.glob("*.sh") if path.name not in OTHERS)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +22,13 @@ Serve = Callable[..., str]
 def info(**ours: Any) -> dict[str, Any]:
     """Return the /server_info of a replica."""
     state = {"dp_rank": 0, "version": "0.1.0", "drafter": "D", "block_size": 16, **ours}
-    return {"version": "0.5.23", "model_path": "M", "internal_states": [{"sglang_dflash": state}]}
+    return {
+        "version": "0.5.23",
+        "model_path": "M",
+        "disaggregation_mode": "null",
+        "disaggregation_bootstrap_port": 8998,
+        "internal_states": [{"sglang_dflash": state}],
+    }
 
 
 @pytest.fixture
@@ -58,10 +65,70 @@ def test_the_router_gets_the_replicas_and_what_was_passed_on() -> None:
     assert words.index("cache_aware") < words.index("round_robin"), "the last one counts"
 
 
-def test_a_router_without_replicas_is_refused() -> None:
-    shown = run("router.sh", "--port", "31000")
+def test_servers_that_prefill_and_decode_are_named_to_the_router() -> None:
+    servers = ("prefill=http://a:30000/", "prefill=http://b:30000,9000", "decode=http://c:30000/")
+    shown = run("router.sh", *servers, "--port", "31000")
+    assert shown.returncode == 0, shown.stderr
+    told = " ".join(shown.stdout.split()[3:])
+    assert told.startswith(
+        "--pd-disaggregation --prefill http://a:30000 8998 --prefill http://b:30000 9000 "
+        "--decode http://c:30000 --port 30000 --policy cache_aware"
+    )
+    # as the router reads them
+    from sglang_router.launch_router import parse_router_args
+
+    found = parse_router_args(shlex.split(told))
+    assert found.pd_disaggregation and found.port == 31000
+    assert found.prefill_urls == [("http://a:30000", 8998), ("http://b:30000", 9000)]
+    assert found.decode_urls == ["http://c:30000"]
+
+
+@pytest.mark.parametrize(
+    ("servers", "message"),
+    [
+        ([], "needs the URL of each replica"),
+        (["prefill=http://a"], "and found one kind"),
+        (["decode=http://a"], "and found one kind"),
+        (["prefill=http://a", "http://b"], "http://b neither prefills nor decodes"),
+    ],
+    ids=["none", "prefill", "decode", "mixed"],
+)
+def test_a_router_without_the_servers_it_needs_is_refused(servers: list[str], message: str) -> None:
+    shown = run("router.sh", *servers, "--port", "31000")
     assert shown.returncode == 2
-    assert "needs the URL of each replica" in shown.stderr
+    assert message in shown.stderr
+    assert len(shown.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("named", "mode", "message"),
+    [
+        ("{}", "decode", "{0} has --disaggregation-mode decode. Name it decode={0}, or restart"),
+        ("prefill={}", "null", "{0} has --disaggregation-mode null. Name it {0}, or restart"),
+        ("decode={}", "prefill", "{0} has --disaggregation-mode prefill. Name it prefill={0}, or"),
+        (
+            "prefill={},9000",
+            "prefill",
+            "{0} has --disaggregation-bootstrap-port 8998, not 9000. Name it prefill={0},8998.",
+        ),
+        ("prefill={},x", "prefill", "prefill={0},x names no bootstrap port. Pass prefill=URL,PORT"),
+    ],
+    ids=["replica", "prefill", "decode", "port", "no port"],
+)
+def test_a_server_in_another_role_is_refused_in_one_sentence(
+    serve: Serve, named: str, mode: str, message: str
+) -> None:
+    """A request would wait for KV that nobody sends."""
+    url = serve(info() | {"disaggregation_mode": mode})
+    other = serve(info() | {"disaggregation_mode": "decode"})
+    servers = [named.format(url)]
+    if named != "{}":
+        kind = "prefill" if named.startswith("decode") else "decode"
+        servers.append(f"{kind}={other}")
+    done = run("router.sh", *servers, DRY_RUN="0")
+    assert done.returncode == 1
+    assert message.format(url) in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
