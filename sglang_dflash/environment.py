@@ -16,6 +16,8 @@ WIDTH = "SGLANG_DFLASH_WIDTH"
 DRAW_ACCEPTANCE = "SGLANG_DFLASH_DRAW_ACCEPTANCE"
 ALARM = "SGLANG_DFLASH_ALARM"
 ALARM_WINDOW = "SGLANG_DFLASH_ALARM_WINDOW"
+RANK_PATIENCE = "SGLANG_DFLASH_RANK_PATIENCE"
+DEFAULT_PATIENCE = 30  # seconds
 DEFAULT_ALARM = 1.5  # tokens per step; below it a block costs more than it gains
 DEFAULT_WINDOW = 1000  # verify steps, counted per request
 
@@ -113,6 +115,11 @@ class Environment:
     def alarm_window(self) -> int:
         """Number of verify steps, counted per request, over which acceptance is judged."""
         return int(self._number(ALARM_WINDOW, DEFAULT_WINDOW, least=1.0))
+
+    @property
+    def rank_patience(self) -> float:
+        """Seconds after which a rank that does not answer ends the server; 0 for never."""
+        return self._number(RANK_PATIENCE, DEFAULT_PATIENCE, least=0.0)
 
     def prefill_align(self, backend: str) -> int:
         """Alignment in tokens of SGLang's prefill chunks in deterministic mode on this backend."""

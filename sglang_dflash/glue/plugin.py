@@ -117,7 +117,9 @@ def _all_hooks() -> dict[str, Hook]:
         "internal_state": Hook(
             describe.describe_server, "/server_info shows our settings and acceptance"
         ),
-        "run_event_loop": Hook(_run_event_loop, "gives our worker the scheduler"),
+        "run_event_loop": Hook(
+            _run_event_loop, "gives our worker the scheduler, and names a rank that hangs"
+        ),
         **{f"scheduler_update_{source}": guard for source in weight_updates.SOURCES},
         "scheduler_update_end": Hook(
             weight_updates.renew_after_session, "rebuilds state derived from weights"
@@ -170,11 +172,15 @@ def _handle_dflash(original: Any, server_args: Any) -> None:
 
 
 def _run_event_loop(original: Any, scheduler: Any) -> None:
-    """Give our worker the scheduler, for metrics and weight updates, once it is set up."""
+    """Give our worker the scheduler, for metrics and weight updates, once it is set up; name a
+    rank that stops taking part."""
     if scheduler.spec_algorithm.is_dflash():
         from sglang_dflash.glue import changes
+        from sglang_dflash.glue.startup import ranks
 
         changes.log()
         scheduler.draft_worker.book.publish(scheduler)
         scheduler.draft_worker.updates.meet(scheduler)
-    original(scheduler)
+        ranks.watched(lambda: original(scheduler))
+    else:
+        original(scheduler)

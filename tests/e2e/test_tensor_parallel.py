@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import requests
 import torch
 import widths as plugin
 
@@ -30,7 +33,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(given: Path) -> Iterator[Server]:
     """The embedded pair sharded over two ranks, which communicate over gloo."""
-    env = {"PYTHONPATH": SCRIPTED, "WIDTHS": str(given), **TWO_CORES, **SCHEDULES["plan stream"]}
+    env = {"PYTHONPATH": SCRIPTED, "WIDTHS": str(given), "SGLANG_DFLASH_RANK_PATIENCE": "5"}
+    env |= TWO_CORES | SCHEDULES["plan stream"]
     metrics = ("--enable-metrics", "--decode-log-interval", "10")
     with Server(*SHAPE, "--tp-size", "2", *metrics, env=env) as server:
         yield server
@@ -97,3 +101,26 @@ def test_two_ranks_are_counted_once(two_ranks: Server, prompts: list[list[int]])
     assert totals(two_ranks, "committed_tokens_total") == [counts["committed_tokens"]]
     lines = [line for line in two_ranks.log().splitlines() if "DFLASH: accept length" in line]
     assert lines and all(" TP0]" in line for line in lines)
+
+
+def test_a_rank_that_hangs_is_named_and_ends_the_server(
+    two_ranks: Server, prompts: list[list[int]]
+) -> None:
+    """The other would wait for it for ever, and with it every request. The last test of the file:
+    the server is gone."""
+    [stopped] = [
+        process
+        for process in psutil.Process(two_ranks.pid).children(recursive=True)
+        if "scheduler_TP1" in " ".join(process.cmdline())
+    ]
+    stopped.suspend()
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as beside:
+        asked = beside.submit(two_ranks.generate, prompts[0], max_new_tokens=NEW_TOKENS)
+        assert two_ranks.wait_for_exit(60) != 0
+        with pytest.raises(requests.ConnectionError):
+            asked.result(30)
+    assert time.monotonic() - began < 60
+    [sentence] = [line for line in two_ranks.log().splitlines() if "This server ends." in line]
+    assert f" TP0] Rank 1 of this server (process {stopped.pid} on " in sentence
+    assert ") has not answered rank 0 for 5 s, and no rank can go on without it." in sentence

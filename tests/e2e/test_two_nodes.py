@@ -86,6 +86,8 @@ def test_a_node_that_dies_ends_the_other(two_nodes: list[Server]) -> None:
     first, second = two_nodes
     os.killpg(second.pid, signal.SIGKILL)
     assert first.wait_for_exit(60) != 0
+    assert "Rank 1 of this server (process " in first.log()
+    assert "has ended, and rank 0 cannot go on without it. Its log says why." in first.log()
     with pytest.raises(requests.ConnectionError):
         requests.get(f"{first.url}/health", timeout=5)
 

@@ -17,6 +17,7 @@ from sglang_dflash.checkpoint import fingerprint
 from sglang_dflash.glue import compat, seams
 from sglang_dflash.glue.startup import ranks
 from sglang_dflash.glue.startup.early_exit import Refusal
+from sglang_dflash.heartbeat import Heartbeat
 from sglang_dflash.pairs import tiny_drafter
 
 HOW = {"world_size": 2, "distributed_init_method": "tcp://node:25000", "timeout": None}
@@ -27,10 +28,13 @@ def arrange(
     monkeypatch: pytest.MonkeyPatch, *others: dict[str, Any], algorithm: str = "DFLASH"
 ) -> None:
     """Let this rank meet others with the given descriptions, on two nodes."""
-    settings = SimpleNamespace(speculative_algorithm=algorithm, nnodes=2)
-    group = SimpleNamespace(
-        world_size=1 + len(others), all_gather_object=lambda own: [own, *others]
+    settings = SimpleNamespace(
+        speculative_algorithm=algorithm, nnodes=2, dist_init_addr="127.0.0.1:25000"
     )
+    group = SimpleNamespace(
+        world_size=1 + len(others), rank_in_group=0, all_gather_object=lambda own: [own, *others]
+    )
+    monkeypatch.setattr(ranks, "_heartbeat", [])
     monkeypatch.setattr(seams, "settings", lambda: settings, raising=False)
     monkeypatch.setattr(compat, "get_world_group", lambda: group, raising=False)
     monkeypatch.setattr(ranks, "described", lambda _: dict(SAME))
@@ -93,6 +97,46 @@ def test_a_node_that_never_comes_ends_the_server(
     ranks.meet(lambda **_: ended.wait(30), **HOW)
     assert sent == [(os.getppid(), signal.SIGQUIT)]
     assert "Not all of the 2 ranks came to tcp://node:25000 within 0.05 s" in caplog.text
+
+
+class Gone(Heartbeat):
+    """A heartbeat that finds another rank gone once its own one fails."""
+
+    def start(self, places: Any, *, end: Any) -> None:
+        self.end = end
+
+    def explain(self, wait_s: float = 0) -> None:
+        self.end("Rank 1 has ended.")
+
+
+def test_a_failure_is_explained_by_a_rank_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang's main process is told to end, and ended if it does not."""
+    arrange(monkeypatch, dict(SAME))
+    own = Gone(0, 2, host="127.0.0.1", patience_s=30)
+    monkeypatch.setattr(ranks, "_heartbeat", [(own, [])])
+    monkeypatch.setattr(ranks.time, "sleep", lambda _: None)
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+
+    def fail() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        ranks.watched(fail)
+    assert "Rank 1 has ended. This server ends." in caplog.text
+    assert sent == [(os.getppid(), signal.SIGQUIT), (os.getppid(), signal.SIGKILL)]
+
+
+def test_a_rank_alone_and_one_without_patience_watch_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[str] = []
+    for found in ([], [(Gone(0, 2, host="127.0.0.1", patience_s=0), [])]):
+        monkeypatch.setattr(ranks, "_heartbeat", found)
+        ranks.watched(lambda: ran.append("loop"))
+    assert ran == ["loop"] * 2
 
 
 def test_weights_of_another_training_have_another_fingerprint(tmp_path: Path) -> None:

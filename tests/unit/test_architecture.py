@@ -36,6 +36,7 @@ ALLOWED = {
     "checkpoint": {"safetensors_header"},
     "drafter_config": set(),
     "environment": set(),
+    "heartbeat": set(),
     "config": {"drafter_config", "environment", "safetensors_header"},
     "metrics": {"environment"},
     # the server harness sums the meter's counts

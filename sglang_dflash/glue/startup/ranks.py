@@ -2,7 +2,7 @@
 
 SGLang waits ten minutes or more for a rank that never comes, and does not compare what the ranks
 were given: different blocks would wait for each other for ever, and shards of different drafters
-would draft nonsense.
+would draft nonsense. From then on they tell each other that they are alive.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from torch.distributed import DistError
 
 from sglang_dflash import __version__
 from sglang_dflash.checkpoint import fingerprint
+from sglang_dflash.environment import Environment
 from sglang_dflash.glue import compat, release, seams
 from sglang_dflash.glue.startup.early_exit import Refusal
 from sglang_dflash.glue.startup.server_args import resolve_config
+from sglang_dflash.heartbeat import Heartbeat, Place, reachable_host
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,12 @@ ADVICE = (
     "--nnodes and --tp-size, and a --node-rank of its own, or pass a longer --dist-timeout."
 )
 WEIGHTS = "drafter's weights"
+# seconds from a rank's conclusion that another is gone to the end: others say the same meanwhile
+LAST_WORDS_S = 2.0
+# seconds for SGLang's own diagnosis: it logs the stack of every rank
+DIAGNOSIS_S = 10.0
+# of this process, once the ranks have met, and where all of them are
+_heartbeat: list[tuple[Heartbeat, Sequence[Place]]] = []
 
 
 def meet(original: Any, **how: Any) -> None:
@@ -56,6 +65,47 @@ def meet(original: Any, **how: Any) -> None:
     group = compat.get_world_group()
     if group.world_size > 1:
         refuse_different(group.all_gather_object(described(settings)))
+        get_to_know(group, settings)
+
+
+def get_to_know(group: Any, settings: Any) -> None:
+    """Learn where the other ranks are."""
+    first = settings.dist_init_addr if settings.nnodes > 1 else None
+    own = Heartbeat(
+        group.rank_in_group,
+        group.world_size,
+        host=reachable_host(first),
+        patience_s=Environment().rank_patience,
+    )
+    _heartbeat[:] = [(own, group.all_gather_object(own.place))]
+
+
+def watched(loop: Callable[[], None]) -> None:
+    """Run this rank's event loop; end the server, naming the rank, if another is gone."""
+    own, places = _heartbeat[0] if _heartbeat else (None, ())
+    if own is None or own.patience_s == 0:
+        loop()
+        return
+    own.start(places, end=_end_server)
+    try:
+        loop()
+    except Exception:
+        # a collective fails at once if another process has ended, but does not say which
+        own.explain()
+        raise
+    finally:
+        own.stop()
+
+
+def _end_server(reason: str) -> None:
+    logger.error("%s This server ends.", reason)
+    time.sleep(LAST_WORDS_S)
+    # as SGLang's own ranks do when they fail: its main process then ends all of them
+    server = os.getppid()
+    os.kill(server, signal.SIGQUIT)
+    # it would wait a minute for dumps of GPUs first; all ranks end with it
+    time.sleep(DIAGNOSIS_S)
+    os.kill(server, signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -130,7 +130,8 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.distributed.parallel_state",
         "GroupCoordinator",
         attributes=names(
-            "all_gather all_gather_object broadcast broadcast_object cpu_group world_size"
+            """all_gather all_gather_object broadcast broadcast_object cpu_group rank_in_group
+            world_size"""
         ),
     ),
     "broadcast": Symbol(
