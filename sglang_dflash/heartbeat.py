@@ -4,7 +4,8 @@ Ranks of a server wait for each other in every step. If one is gone, the others 
 timeout of their communication library, many minutes later, and none would know for whom.
 
 Every pair of ranks exchanges datagrams. They need no connection that could hang, and a process that
-has ended is told by its closed port.
+has ended is told by its closed port. A datagram says how many steps its rank has begun: one whose
+process answers, but which does not begin a step that others are in, hangs as well.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ BEAT_S = 0.5
 LOOPBACK = "127.0.0.1"
 # until a refusal is confirmed: a process that ends with this one would be named wrongly
 AGAIN_S = 0.2
+# of a rank's patience with silence: a process that answers may yet begin its step
+LAG = 1.5
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,9 @@ class Peer:
     # whole machine is suspended
     silence: int = 0
     refusals: int = 0
+    steps: int = 0
+    # beats for which it has been a step behind this rank, which waits for it
+    lag: int = 0
 
 
 @dataclass
@@ -56,6 +62,7 @@ class Heartbeat:
     ranks: int
     host: str
     patience_s: float
+    steps: int = 0
     _peers: dict[int, Peer] = field(default_factory=dict)
     _hurry: threading.Event = field(default_factory=threading.Event)
     _found: threading.Event = field(default_factory=threading.Event)
@@ -81,12 +88,16 @@ class Heartbeat:
         return Place(self.host, socket.gethostname(), os.getpid(), tuple(ports))
 
     def start(self, places: Sequence[Place], *, end: Callable[[str], None]) -> None:
-        """Begin to beat and to listen, in a thread. Call `end` with a sentence, once, when another
-        rank is gone: one that was heard before."""
+        """Begin to beat and to listen, in a thread. Call `end`, which must return at once,
+        with a sentence when another rank is gone: one that was heard before."""
         for other, own in self._sockets.items():
             own.connect((places[other].host, places[other].ports[self.rank]))
             self._peers[other] = Peer(places[other], own)
         threading.Thread(target=self._run, args=(end,), daemon=True, name="heartbeat").start()
+
+    def begin_step(self) -> None:
+        """Count a step, in which the ranks will wait for each other."""
+        self.steps += 1
 
     def stop(self) -> None:
         """End the thread, and close the ports."""
@@ -99,14 +110,19 @@ class Heartbeat:
         self._found.wait(wait_s)
 
     def _run(self, end: Callable[[str], None]) -> None:
+        begun = self.steps
         while not self._ended.is_set():
+            waits, begun = self.steps == begun, self.steps
             for rank, peer in self._peers.items():
+                before = peer.steps
                 self._exchange(peer)
-                sentence = self._judge(rank, peer)
+                is_behind = waits and peer.steps == before and peer.steps < begun
+                peer.lag = peer.lag + 1 if is_behind else 0
+                # one that has named another still answers, or it would be named itself
+                sentence = None if self._found.is_set() else self._judge(rank, peer)
                 if sentence is not None and not self._ended.is_set():
-                    self._found.set()
                     end(sentence)
-                    return
+                    self._found.set()
             refused = any(peer.refusals for peer in self._peers.values())
             self._hurry.wait(AGAIN_S if refused else BEAT_S)
             if self._hurry.is_set():
@@ -117,8 +133,9 @@ class Heartbeat:
     def _exchange(self, peer: Peer) -> None:
         peer.silence += 1
         try:
-            peer.socket.send(b"alive")
-            while peer.socket.recv(16):
+            peer.socket.send(self.steps.to_bytes(8))
+            while told := peer.socket.recv(8):
+                peer.steps = int.from_bytes(told)
                 peer.was_heard, peer.silence, peer.refusals = True, 0, 0
         except BlockingIOError:
             # nothing more to read
@@ -136,6 +153,12 @@ class Heartbeat:
         if peer.refusals > 1:
             return (
                 f"{who} has ended, and rank {self.rank} cannot go on without it. Its log says why."
+            )
+        if peer.lag * BEAT_S >= LAG * self.patience_s:
+            return (
+                f"{who} has not begun step {peer.steps + 1} for {LAG * self.patience_s:g} s, in "
+                f"which rank {self.rank} waits for it, and no rank can go on without it. See its "
+                "log."
             )
         if peer.silence * BEAT_S < self.patience_s:
             return None

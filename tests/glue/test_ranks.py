@@ -118,7 +118,14 @@ def test_a_failure_is_explained_by_a_rank_that_is_gone(
     monkeypatch.setattr(ranks, "_heartbeat", [(own, [])])
     monkeypatch.setattr(ranks.time, "sleep", lambda _: None)
     sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    ended = threading.Event()
+
+    def kill(pid: int, number: int) -> None:
+        sent.append((pid, number))
+        if number == signal.SIGKILL:
+            ended.set()
+
+    monkeypatch.setattr(os, "kill", kill)
 
     def fail() -> None:
         raise RuntimeError("Connection closed by peer")
@@ -126,6 +133,7 @@ def test_a_failure_is_explained_by_a_rank_that_is_gone(
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         ranks.watched(fail)
     assert "Rank 1 has ended. This server ends." in caplog.text
+    assert ended.wait(30)
     assert sent == [(os.getppid(), signal.SIGQUIT), (os.getppid(), signal.SIGKILL)]
 
 

@@ -85,6 +85,32 @@ def test_a_rank_that_ends_is_named_at_once(three: Ranks) -> None:
     assert all("has ended, and rank" in text for _, text in three.said)
 
 
+def test_a_rank_that_answers_but_does_not_take_part_is_named(three: Ranks) -> None:
+    """The others have begun a step and wait; all had begun the one before."""
+    three.start(0, 1, 2)
+    for each in three.beats:
+        each.begin_step()
+    time.sleep(0.3)
+    three.beats[0].begin_step()
+    three.beats[2].begin_step()
+    three.wait_for(2)
+    assert sorted(rank for rank, _ in three.said) == [0, 2]
+    for rank, text in three.said:
+        assert text.startswith("Rank 1 of this server (process ")
+        assert f"has not begun step 2 for 0.6 s, in which rank {rank} waits for it" in text
+
+
+def test_a_rank_that_is_slower_than_others_is_not_named(three: Ranks) -> None:
+    """It is a step behind at most times, but goes on."""
+    three.start(0, 1, 2)
+    for _ in range(12):
+        three.beats[0].begin_step()
+        three.beats[2].begin_step()
+        time.sleep(0.1)
+        three.beats[1].begin_step()
+    assert three.said == []
+
+
 def test_a_rank_that_has_not_begun_is_waited_for(three: Ranks) -> None:
     """It may load its weights for longer than the others."""
     three.start(0, 2)

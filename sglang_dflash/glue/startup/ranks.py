@@ -92,13 +92,23 @@ def watched(loop: Callable[[], None]) -> None:
     except Exception:
         # a collective fails at once if another process has ended, but does not say which
         own.explain()
+        # until its process ends this rank still answers: the others must name the first that ended
         raise
-    finally:
-        own.stop()
+    own.stop()
+
+
+def begin_step() -> None:
+    """Tell the other ranks that this one takes part in another step."""
+    for own, _ in _heartbeat:
+        own.begin_step()
 
 
 def _end_server(reason: str) -> None:
     logger.error("%s This server ends.", reason)
+    threading.Thread(target=_end_soon, daemon=True).start()
+
+
+def _end_soon() -> None:
     time.sleep(LAST_WORDS_S)
     # as SGLang's own ranks do when they fail: its main process then ends all of them
     server = os.getppid()

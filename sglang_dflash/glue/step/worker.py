@@ -26,6 +26,7 @@ from sglang_dflash.glue.models.verify_backend import (
     plan_in_graph,
 )
 from sglang_dflash.glue.models.weight_updates import TargetUpdates
+from sglang_dflash.glue.startup import ranks
 from sglang_dflash.glue.startup.server_args import resolve_config
 from sglang_dflash.glue.startup.width_args import why_full_blocks, why_one_width
 from sglang_dflash.glue.step import disaggregation
@@ -282,6 +283,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         pp_proxy_tensors: Any = None,
     ) -> Any:
         assert pp_proxy_tensors is None, "pipeline parallelism is refused"
+        ranks.begin_step()
         with torch.inference_mode():
             if batch.forward_mode.is_extend():
                 return self._prefill(batch, on_publish)
