@@ -12,21 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.drafter_config import ARCHITECTURES, SUPPORTED_LAYER_TYPES, refuse_unknown
+from sglang_dflash import drafter_config
+from sglang_dflash.drafter_config import ARCHITECTURES, FULL, SLIDING, SUPPORTED_LAYER_TYPES
 from sglang_dflash.environment import DFLASH_SPEC_V2, SPEC_V2, Environment
 from sglang_dflash.safetensors_header import read_safetensors_header
 
+NON_CAUSAL_SLIDING = "non-causal sliding_attention"
 # device -> attention backend -> draft layer types it can run; full_attention needs a block without
 # a causal mask, which some backends do not support
 DRAFT_BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
     "cuda": {
-        "fa4": SUPPORTED_LAYER_TYPES,
-        "fa3": SUPPORTED_LAYER_TYPES,
-        "triton": SUPPORTED_LAYER_TYPES,
+        "fa4": (*SUPPORTED_LAYER_TYPES, NON_CAUSAL_SLIDING),
+        "fa3": (*SUPPORTED_LAYER_TYPES, NON_CAUSAL_SLIDING),
+        "triton": (*SUPPORTED_LAYER_TYPES, NON_CAUSAL_SLIDING),
         "flashinfer": SUPPORTED_LAYER_TYPES,
-        "trtllm_mha": ("sliding_attention",),
+        "trtllm_mha": (SLIDING,),
     },
-    "cpu": {"torch_native": SUPPORTED_LAYER_TYPES},
+    "cpu": {"torch_native": (*SUPPORTED_LAYER_TYPES, NON_CAUSAL_SLIDING)},
 }
 
 
@@ -68,12 +70,18 @@ class DrafterSpec:
     target_layer_ids: tuple[int, ...]
     layer_types: tuple[str, ...]
     sliding_window: int | None
+    # of a head of its own for a part of the vocabulary; None if it uses the target's
+    own_vocab_size: int | None = None
+    causal_windows: bool = True  # whether sliding layers are causal within the block
+    # row k of a block predicts the token after it, instead of its own
+    samples_from_anchor: bool = False
+    scales_embedding: bool = True  # as the target scales it, if it does
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, name: str) -> DrafterSpec:
-        """Read a drafter's config.json. Raise ValueError naming a missing or unsupported key."""
-        refuse_unknown(config, name=name)
-        return cls.from_loaded(config, name=name)
+        """Read a drafter's config.json, of either format. Raise ValueError naming a missing or
+        unsupported key."""
+        return cls.from_loaded(drafter_config.read(config, name=name), name=name)
 
     @classmethod
     def from_loaded(cls, config: Mapping[str, Any], *, name: str) -> DrafterSpec:
@@ -99,7 +107,7 @@ class DrafterSpec:
                 f"SGLang loads the drafter {name} by its architecture, but its config.json names "
                 f'none. Add "architectures": {json.dumps(ARCHITECTURES)} to it.'
             )
-        layer_types = tuple(config.get("layer_types") or ("full_attention",) * num_layers)
+        layer_types = tuple(config.get("layer_types") or (FULL,) * num_layers)
         spec = cls(
             name=name,
             hidden_size=hidden_size,
@@ -114,6 +122,10 @@ class DrafterSpec:
             target_layer_ids=tuple(layer_ids),
             layer_types=layer_types,
             sliding_window=config.get("sliding_window"),
+            own_vocab_size=drafter_config.own_vocab_size(config),
+            causal_windows=drafter_config.has_causal_windows(config),
+            samples_from_anchor=drafter_config.samples_from_anchor(config),
+            scales_embedding=drafter_config.scales_embedding(config),
         )
         spec._check_layers()
         return spec
@@ -130,22 +142,39 @@ class DrafterSpec:
                 f"The drafter {self.name} has layers of type {', '.join(unknown)}; sglang_dflash "
                 f"runs {' and '.join(SUPPORTED_LAYER_TYPES)}."
             )
-        if "sliding_attention" in self.layer_types and not self.sliding_window:
+        if SLIDING in self.layer_types and not self.sliding_window:
             raise ValueError(
                 f"The drafter {self.name} has sliding_attention layers but no sliding_window. "
                 "Add sliding_window and use_sliding_window: true to its config.json."
             )
+        # backends differ in what such a layer sees of a block that is longer than its window
+        window = self.sliding_window or 0
+        if NON_CAUSAL_SLIDING in self.attention_kinds() and window < self.block_size:
+            raise ValueError(
+                f"The drafter {self.name} has non-causal windows of {window} tokens, "
+                f"shorter than its block of {self.block_size}, which sglang_dflash does not serve."
+            )
+        if self.own_vocab_size is not None and not 0 < self.own_vocab_size < self.vocab_size:
+            raise ValueError(
+                f"The drafter {self.name} has a draft_vocab_size of {self.own_vocab_size}, but a "
+                f"vocabulary of {self.vocab_size}. Correct its config.json."
+            )
+
+    def attention_kinds(self) -> set[str]:
+        """Return the kinds of attention that a draft backend has to run."""
+        sliding = SLIDING if self.causal_windows else NON_CAUSAL_SLIDING
+        return {sliding if kind == SLIDING else kind for kind in self.layer_types}
 
     def window_left(self, layer: int) -> int:
         """Return how many keys to its left a query of this layer sees, -1 for all."""
-        if self.layer_types[layer] == "full_attention":
+        if self.layer_types[layer] == FULL:
             return -1
         assert self.sliding_window is not None
         return self.sliding_window - 1
 
     def is_causal(self, layer: int) -> bool:
         """Return whether this layer is causal within the block."""
-        return self.layer_types[layer] == "sliding_attention"
+        return self.causal_windows and self.layer_types[layer] == SLIDING
 
     def shards(self, tp_size: int) -> int:
         """Return over how many of the ranks the drafter is divided: over all of them, or over none
@@ -291,12 +320,12 @@ def check_draft_backend(drafter: DrafterSpec, *, device: str, backend: str | Non
     able = [
         name
         for name, types in DRAFT_BACKENDS[device].items()
-        if set(drafter.layer_types) <= set(types)
+        if drafter.attention_kinds() <= set(types)
     ]
     if backend not in able:
         raise ValueError(
             f"The draft attention backend {backend} cannot run the drafter {drafter.name} on "
-            f"{device} (layers: {', '.join(sorted(set(drafter.layer_types)))}). "
+            f"{device} (layers: {', '.join(sorted(drafter.attention_kinds()))}). "
             f"Pass --speculative-draft-attention-backend {' or '.join(able)}."
         )
     return backend

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sglang_dflash import speculators_format
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 SUPPORTED_LAYER_TYPES = (FULL, SLIDING)
+NON_CAUSAL = "sliding_window_non_causal"
 ARCHITECTURES = ("DFlashDraftModel",)
 
 # read, with any value
@@ -18,6 +21,7 @@ _READ = {
     "architectures",
     "block_size",
     "dflash_config",
+    "draft_vocab_size",
     "head_dim",
     "hidden_size",
     "intermediate_size",
@@ -79,15 +83,14 @@ def _understood_values(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Return the supported values of each switch, at whichever level of the config it appears."""
     dflash = config.get("dflash_config") or {}
     kinds = set(config.get("layer_types") or [FULL])
-    # full layers are bidirectional within the block, sliding ones causal; no value fits a mix
-    causal = (SLIDING in kinds,) if len(kinds) == 1 else ()
+    # full layers are bidirectional within the block, sliding ones causal unless stated otherwise
+    causal = (False,) if FULL in kinds or dflash.get(NON_CAUSAL) else (True, False)
     window = (config.get("sliding_window"),)
     width = (config.get("head_dim"),)
     return {
         "attention_bias": (False,),
         "attention_mode": ("gqa", "mha"),
         "causal": causal,
-        "draft_vocab_size": (config.get("vocab_size"),),
         "hidden_act": ("silu",),
         "is_causal": causal,
         "is_neox_style": (True,),
@@ -98,8 +101,10 @@ def _understood_values(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
         "projector_type": ("dflash",),
         "qk_norm": (True,),
         "rope_is_neox_style": (True,),
-        "sample_from_anchor": (False,),
+        "sample_from_anchor": (True, False),
+        "scale_embedding": (True, False),
         "sliding_window": window,
+        NON_CAUSAL: (True, False),
         "swa_head_dim": width,
         "swa_v_head_dim": width,
         "swa_window_size": window,
@@ -109,6 +114,43 @@ def _understood_values(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
         "use_swa": (False,),
         "v_head_dim": width,
     }
+
+
+def read(config: Mapping[str, Any], *, name: str) -> Mapping[str, Any]:
+    """Return a drafter's config in the released format, from either format. Raise ValueError
+    listing every unsupported key and value."""
+    if speculators_format.describes(config):
+        config = speculators_format.translate(config, name=name)
+    refuse_unknown(config, name=name)
+    return config
+
+
+def own_vocab_size(config: Mapping[str, Any]) -> int | None:
+    """Return the size of the drafter's own, reduced vocabulary; None if it uses the target's."""
+    size = config.get("draft_vocab_size")
+    return None if size in (None, config.get("vocab_size")) else int(size)
+
+
+def has_causal_windows(config: Mapping[str, Any]) -> bool:
+    """Return whether sliding-window layers are causal within the block."""
+    dflash = config.get("dflash_config") or {}
+    said = [level.get(key) for level in (config, dflash) for key in ("causal", "is_causal")]
+    return not _says(config, NON_CAUSAL) and False not in said
+
+
+def samples_from_anchor(config: Mapping[str, Any]) -> bool:
+    """Return whether row k of a block predicts the token after it, starting with the anchor's,
+    instead of its own token."""
+    return _says(config, "sample_from_anchor")
+
+
+def scales_embedding(config: Mapping[str, Any]) -> bool:
+    """Return whether block tokens are embedded with the scaling that some targets apply."""
+    return (config.get("dflash_config") or {}).get("scale_embedding") is not False
+
+
+def _says(config: Mapping[str, Any], key: str) -> bool:
+    return any(level.get(key) is True for level in (config, config.get("dflash_config") or {}))
 
 
 def refuse_unknown(config: Mapping[str, Any], *, name: str) -> None:

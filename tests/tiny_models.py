@@ -139,6 +139,60 @@ def make_drafter(folder: Path, *, seed: int = 1, prefix: str = "", **changes: An
     return folder
 
 
+def make_speculators_drafter(
+    folder: Path, *, tokens: int = VOCAB, seed: int = 1, **changes: Any
+) -> Path:
+    """Write a random drafter in the speculators format, with a head of its own for `tokens` of the
+    vocabulary. `changes` are keys of its config."""
+    torch.manual_seed(seed)
+    kinds = ["sliding_attention", "full_attention"]
+    layers = Qwen3Config(
+        **{**COMMON, "num_hidden_layers": 2},
+        head_dim=32,
+        layer_types=kinds,
+        use_sliding_window=True,
+        sliding_window=40,
+    )
+    config = {
+        "architectures": ["DFlashSpeculator"],
+        "aux_hidden_state_layer_ids": [2, 4, 5],
+        "block_size": 16,
+        "draft_vocab_size": tokens,
+        "mask_token_id": 2,
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": False,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 15}],
+            "verifier": {"architectures": [], "name_or_path": None},
+        },
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.9.0",
+        "target_hidden_size": None,
+        "transformer_layer_config": layers.to_diff_dict(),
+        **changes,
+    }
+    # the names of the layers are the same in both formats
+    weights = Drafter(DrafterConfig.from_json(config)).state_dict()
+    if tokens < VOCAB:
+        drafted = torch.randperm(VOCAB)[:tokens].sort().values
+        weights["d2t"] = drafted - torch.arange(tokens)
+        weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, drafted, True)
+    else:
+        # written by some releases, and the target's
+        for name in ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight"):
+            weights[name] = torch.full((VOCAB, HIDDEN), torch.nan)
+        weights["verifier_norm.weight"] = torch.full((HIDDEN,), torch.nan)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
 def hf_config(family: str) -> PreTrainedConfig:
     """Return the target's config as transformers reads it."""
     if family == "llama":

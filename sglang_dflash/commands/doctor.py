@@ -23,6 +23,7 @@ from sglang_dflash.checkpoint import check_checkpoint
 from sglang_dflash.commands.memory_plan import FEWEST_TOKENS, GIB, RankMemory, kv_heads
 from sglang_dflash.environment import Environment
 from sglang_dflash.glue import compat, release
+from sglang_dflash.glue.startup.drafter_format import read_config
 from sglang_dflash.glue.startup.server_args import describe_target
 
 
@@ -228,7 +229,7 @@ def card_gib(options: argparse.Namespace) -> float | None:
 def _read(path: str, options: argparse.Namespace, *, role: str) -> Any:
     check_checkpoint(path, role=role)
     try:
-        return compat.get_config(path, trust_remote_code=options.trust_remote_code)
+        return read_config(path, trust_remote_code=options.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(

@@ -21,6 +21,7 @@ import transformers
 from sglang_dflash import config as cfg
 from sglang_dflash.reference import Drafter, DrafterConfig
 from sglang_dflash.safetensors_header import read_safetensors_header
+from sglang_dflash.speculators_format import HEAD, drafters_own
 
 GIB = 2**30
 BYTES = 2  # per bf16 value
@@ -65,15 +66,17 @@ class RankMemory:
         if not asked.quantization:
             sizes = in_files(target) or described(target, trusting=asked.trust_remote_code)
             target_weights = on_one_rank(sizes, ranks, min(kv_heads(text).values()))
+        draft_sizes = drafters_own(
+            in_files(draft) or described_draft(draft_config),
+            whole_vocabulary=drafter.own_vocab_size is None,
+        )
+        # every rank has all of it
+        own_head = draft_sizes.pop(HEAD, 0)
         return cls(
             ranks=ranks,
             target_weights=target_weights,
-            draft_weights=on_one_rank(
-                in_files(draft) or described_draft(draft_config),
-                drafter.shards(ranks),
-                drafter.num_kv_heads,
-            )
-            or 0,
+            draft_weights=own_head
+            + (on_one_rank(draft_sizes, drafter.shards(ranks), drafter.num_kv_heads) or 0),
             target_kv=kv_bytes_per_token(text, ranks),
             draft_kv=drafter.kv_bytes_per_token(element_size=BYTES, tp_size=ranks),
             sliding_share=asked.swa_full_tokens_ratio,

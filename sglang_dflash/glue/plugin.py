@@ -74,7 +74,7 @@ def _all_hooks() -> dict[str, Hook]:
     from sglang_dflash.glue.changes import Hook
     from sglang_dflash.glue.models import weight_updates
     from sglang_dflash.glue.sampling import refusals
-    from sglang_dflash.glue.startup import early_exit, feature_capture, memory, ranks
+    from sglang_dflash.glue.startup import early_exit, memory, ranks
 
     budget = Hook(memory.budget_draft_kv, "the KV budget includes the draft KV")
     guard = Hook(
@@ -103,9 +103,6 @@ def _all_hooks() -> dict[str, Hook]:
         "update_finish_state": Hook(
             request_end.finish_and_meter, "stop checks run token by token, and steps are metered"
         ),
-        "configure_capture": Hook(
-            feature_capture.configure_capture, "some targets capture features under another name"
-        ),
         "row_headroom": Hook(
             memory.row_headroom, "a step reserves two blocks in a request's slot-table row"
         ),
@@ -125,7 +122,22 @@ def _all_hooks() -> dict[str, Hook]:
             weight_updates.renew_after_session, "rebuilds state derived from weights"
         ),
         "spec_metrics": Hook(describe.describe_request, "a response reports its own acceptance"),
+        **_hooks_on_models(),
         **_hooks_on_disaggregation(),
+    }
+
+
+def _hooks_on_models() -> dict[str, Hook]:
+    from sglang_dflash.glue.changes import Hook
+    from sglang_dflash.glue.startup import drafter_format, feature_capture
+
+    return {
+        "parse_config": Hook(
+            drafter_format.parse_config, "configs of the speculators format are translated"
+        ),
+        "configure_capture": Hook(
+            feature_capture.configure_capture, "some targets capture features under another name"
+        ),
     }
 
 

@@ -156,12 +156,10 @@ def draft_block(
     anchor = state.token_ids[-1]
     ids = torch.tensor([[anchor] + [config.mask_token_id] * (block_size - 1)], device=target.device)
     positions = state.start + torch.arange(block_size, device=target.device)[None]
-    # the module, not its weight: some targets scale embeddings in its forward
-    embeddings = target.get_input_embeddings()(ids).to(drafter.fc.weight.dtype)
+    embeddings = drafter.embed(target.get_input_embeddings(), ids).to(drafter.fc.weight.dtype)
     hidden = drafter(embeddings, positions, context=state.context)
-    head = target.get_output_embeddings()
-    # column k predicts its own position; a logit softcap would not change the argmax
-    logits = head(hidden[0, 1:].to(head.weight.dtype))
+    # a logit softcap would not change the argmax
+    logits = drafter.logits(drafter.drafted_rows(hidden[0]), target.get_output_embeddings())
     if isinstance(choose, BlockRule):
         return Block(state.start, (anchor, *choose.draft(logits)))
     drafts: list[int] = []

@@ -1,145 +1,27 @@
 """The drafter in plain torch: the oracle every faster implementation is judged against.
 
-It deliberately shares no code with the rest of the package except the list of supported config
-keys. Clarity beats speed: masks are explicit boolean tensors, nothing is fused, and inference and
-training use the same layers.
+It deliberately shares no code with the rest of the package except for reading configs. Clarity
+beats speed: masks are explicit boolean tensors, nothing is fused, and inference and training use
+the same layers.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sglang_dflash.drafter_config import refuse_unknown
+from sglang_dflash import speculators_format
+from sglang_dflash.reference.config import FULL, SLIDING, DrafterConfig
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrafterConfig:
-    """The checked content of a drafter's config.json."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    block_size: int
-    num_target_layers: int
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]
-    layer_types: tuple[str, ...]
-    sliding_window: int | None = None
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    max_position_embeddings: int = 2048
-    eos_token_id: int | None = None
-    pad_token_id: int | None = None
-
-    def __post_init__(self) -> None:
-        if len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types names {len(self.layer_types)} layers but num_hidden_layers is "
-                f"{self.num_hidden_layers}. Give one type for each layer."
-            )
-        if unknown := sorted(set(self.layer_types) - {FULL, SLIDING}):
-            raise ValueError(f"layer_types holds {unknown}. Use only {FULL!r} and {SLIDING!r}.")
-        if SLIDING in self.layer_types and not self.sliding_window:
-            raise ValueError(
-                f"layer_types asks for {SLIDING!r} but sliding_window is {self.sliding_window}. "
-                "Set sliding_window to the number of tokens a query may see, itself included."
-            )
-        last = self.num_target_layers - 1
-        bad = [i for i in self.target_layer_ids if not 0 <= i < last]
-        if bad or not self.target_layer_ids:
-            raise ValueError(
-                f"target_layer_ids {list(self.target_layer_ids)} must lie in 0..{last - 1} for a "
-                f"target of {self.num_target_layers} layers (the last layer cannot be captured)."
-            )
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any], *, name: str = "(unnamed)") -> DrafterConfig:
-        """Read the released config.json format; reject variants this oracle does not support."""
-        if "dflash_config" not in raw:
-            raise ValueError(
-                "config.json has no dflash_config, so it is not a DFlash drafter. Pass a folder "
-                "whose architectures entry is DFlashDraftModel."
-            )
-        dflash = raw["dflash_config"]
-        refuse_unknown(raw, name=name)
-        _refuse_scaled_rope(raw)
-        num_layers = raw["num_hidden_layers"]
-        return cls(
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_hidden_layers=num_layers,
-            num_attention_heads=raw["num_attention_heads"],
-            num_key_value_heads=raw["num_key_value_heads"],
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-            vocab_size=raw["vocab_size"],
-            block_size=_read_block_size(raw, dflash),
-            num_target_layers=raw["num_target_layers"],
-            mask_token_id=dflash["mask_token_id"],
-            target_layer_ids=tuple(dflash["target_layer_ids"]),
-            layer_types=tuple(raw.get("layer_types") or [FULL] * num_layers),
-            sliding_window=raw.get("sliding_window"),
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=_read_rope_theta(raw),
-            max_position_embeddings=raw.get("max_position_embeddings", 2048),
-            eos_token_id=raw.get("eos_token_id"),
-            pad_token_id=raw.get("pad_token_id"),
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the config.json of the released format."""
-        found = asdict(self)
-        dflash = {key: found.pop(key) for key in ("mask_token_id", "target_layer_ids")}
-        return found | {
-            "architectures": ["DFlashDraftModel"],
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "dflash_config": dflash,
-            "dtype": "bfloat16",
-            "hidden_act": "silu",
-            "max_window_layers": self.num_hidden_layers,
-            "model_type": "qwen3",
-            "tie_word_embeddings": False,
-            "use_sliding_window": SLIDING in self.layer_types,
-        }
-
-
-def _refuse_scaled_rope(raw: dict[str, Any]) -> None:
-    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    if rope_type != "default":
-        raise ValueError(
-            f"The reference computes unscaled rope but config.json asks for {rope_type!r}."
-        )
-
-
-def _read_block_size(raw: dict[str, Any], dflash: dict[str, Any]) -> int:
-    found = {v for v in (raw.get("block_size"), dflash.get("block_size")) if v is not None}
-    if len(found) != 1:
-        raise ValueError(
-            f"block_size is {raw.get('block_size')} at the top level of config.json and "
-            f"{dflash.get('block_size')} in dflash_config. Give it once, or the same value twice."
-        )
-    return found.pop()
-
-
-def _read_rope_theta(raw: dict[str, Any]) -> float:
-    nested = raw.get("rope_parameters") or {}
-    return float(raw.get("rope_theta") or nested.get("rope_theta") or 10000.0)
+__all__ = ["FULL", "SLIDING", "ContextKV", "Drafter", "DrafterConfig", "block_mask", "rotate"]
 
 
 @dataclass(frozen=True)
@@ -268,12 +150,13 @@ def block_mask(
     context_lens: Tensor,  # [b] int64, valid context rows
     context_size: int,
     window: int | None,
+    causal: bool = True,
 ) -> Tensor:
     """Return the attention mask of N independent blocks, [b, N*B, context_size + N*B] bool.
 
     A query attends to the context strictly before its block's anchor (the anchor has no feature
     yet) and to its own block. `window` None: to the whole block. With a sliding window: to
-    positions p - window < key <= p, which makes the block causal.
+    positions p - window < key <= p, or < p + window if the block is not causal.
     """
     b, blocks, size = positions.shape
     query = positions.flatten(1)[:, :, None]
@@ -285,7 +168,8 @@ def block_mask(
     if window is not None:
         key = positions.flatten(1)[:, None, :]
         sees_context = sees_context & (context > query - window)
-        sees_block = sees_block & (key <= query) & (key > query - window)
+        last = query if causal else query + window - 1
+        sees_block = sees_block & (key <= last) & (key > query - window)
     return torch.cat((sees_context, sees_block), dim=-1)
 
 
@@ -300,6 +184,45 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = Layers(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head: nn.Linear | None = None
+        if config.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+            # target token of the drafter's token i, minus i
+            offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+            self.register_buffer("d2t", offsets)
+
+    def embed(
+        self,
+        target_embedding: nn.Module,
+        token_ids: Tensor,  # [...] int64
+    ) -> Tensor:
+        """Return the target's embedding of block tokens, [..., H]."""
+        if self.config.scale_embedding:
+            # the module, not its weight: some targets scale embeddings in its forward
+            return target_embedding(token_ids)
+        return F.embedding(token_ids, cast(Tensor, target_embedding.weight))
+
+    def drafted_rows(
+        self,
+        hidden: Tensor,  # [..., B, H]
+    ) -> Tensor:
+        """Return the rows of a block that drafts are read from, [..., B - 1, H]."""
+        return hidden[..., :-1, :] if self.config.sample_from_anchor else hidden[..., 1:, :]
+
+    def logits(
+        self,
+        hidden: Tensor,  # [n, H]
+        target_head: nn.Module,
+    ) -> Tensor:
+        """Return logits over the target's vocabulary, [n, V]; -inf for a token that a head of its
+        own does not have."""
+        if self.lm_head is None:
+            return target_head(hidden.to(cast(Tensor, target_head.weight).dtype))
+        own = self.lm_head(hidden.to(self.lm_head.weight.dtype))
+        offsets = cast(Tensor, self.d2t)
+        tokens = offsets + torch.arange(len(offsets), device=offsets.device)
+        whole = own.new_full((len(own), self.config.vocab_size), float("-inf"))
+        return whole.index_copy(1, tokens, own)
 
     def project(
         self,
@@ -358,6 +281,7 @@ class Drafter(nn.Module):
                 context_lens=context_lens,
                 context_size=len(context),
                 window=windows[kind],
+                causal=self.config.causal_windows,
             )
             for kind in set(self.config.layer_types)
         }
@@ -374,7 +298,7 @@ class Drafter(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, dtype: torch.dtype = torch.float32) -> Drafter:
-        """Load a drafter folder of the released format, ready for inference."""
+        """Load a drafter folder of either format, ready for inference."""
         folder = Path(folder)
         raw = json.loads((folder / "config.json").read_text())
         config = DrafterConfig.from_json(raw, name=str(folder))
@@ -387,6 +311,10 @@ class Drafter(nn.Module):
         for shard in sorted(folder.glob("*.safetensors")):
             weights.update(load_file(shard))
         drafter = cls(config)
+        if speculators_format.describes(raw):
+            weights = speculators_format.drafters_own(
+                weights, whole_vocabulary=config.draft_vocab_size is None
+            )
         drafter.load_state_dict({k.removeprefix("model."): v for k, v in weights.items()})
         return drafter.to(dtype).eval().requires_grad_(False)
 
@@ -396,5 +324,8 @@ class Drafter(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.config.to_json(), indent=2, sort_keys=True)
         (folder / "config.json").write_text(text + "\n")
-        weights = {k: v.to(torch.bfloat16).contiguous() for k, v in self.state_dict().items()}
+        weights = {
+            name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).contiguous()
+            for name, tensor in self.state_dict().items()
+        }
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

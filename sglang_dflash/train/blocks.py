@@ -104,7 +104,7 @@ def embed_blocks(
     ids = anchors.new_full((*anchors.shape, config.block_size), config.mask_token_id)
     ids[:, :, 0] = batch.token_ids.gather(1, anchors)
     with torch.no_grad():
-        return target.get_input_embeddings()(ids)
+        return drafter.embed(target.get_input_embeddings(), ids)
 
 
 def run_blocks(
@@ -125,7 +125,9 @@ def run_blocks(
         context = drafter.context_kv(drafter.project(features), places)
         windows = {FULL: None, SLIDING: config.sliding_window}
         attend = {
-            kind: _ATTENTION[attention](positions, batch.lens, len(context), windows[kind])
+            kind: _ATTENTION[attention](
+                positions, batch.lens, len(context), windows[kind], config.causal_windows
+            )
             for kind in set(config.layer_types)
         }
         flat = positions.flatten(1)
@@ -155,9 +157,12 @@ def _autocast(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast("cuda", torch.bfloat16) if x.is_cuda else nullcontext()
 
 
-def _dense(positions: Tensor, lens: Tensor, context_size: int, window: int | None) -> Attend:
-    mask = block_mask(positions, context_lens=lens, context_size=context_size, window=window)
-    mask = mask[:, None]
+def _dense(
+    positions: Tensor, lens: Tensor, context_size: int, window: int | None, causal: bool
+) -> Attend:
+    mask = block_mask(
+        positions, context_lens=lens, context_size=context_size, window=window, causal=causal
+    )[:, None]
     # without cuDNN, which builds a plan for each new shape
     kernels = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -169,7 +174,9 @@ def _dense(positions: Tensor, lens: Tensor, context_size: int, window: int | Non
     return attend
 
 
-def _sparse(positions: Tensor, lens: Tensor, context_size: int, window: int | None) -> Attend:
+def _sparse(
+    positions: Tensor, lens: Tensor, context_size: int, window: int | None, causal: bool
+) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask
 
     b, _, size = positions.shape
@@ -184,7 +191,8 @@ def _sparse(positions: Tensor, lens: Tensor, context_size: int, window: int | No
         if window is not None:
             query, key = flat[b, q], flat[b, block_key]
             in_context = in_context & (kv > query - window)
-            in_block = in_block & (key <= query) & (key > query - window)
+            last = query if causal else query + window - 1
+            in_block = in_block & (key <= last) & (key > query - window)
         return in_context | in_block
 
     device = str(positions.device)
@@ -208,7 +216,7 @@ def _compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(_flex())
 
 
-_ATTENTION: dict[str, Callable[[Tensor, Tensor, int, int | None], Attend]] = {
+_ATTENTION: dict[str, Callable[[Tensor, Tensor, int, int | None, bool], Attend]] = {
     "sdpa": _dense,
     "flex": _sparse,
 }

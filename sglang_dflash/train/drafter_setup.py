@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -64,6 +65,14 @@ def read_drafter_config(folder: Path, target: PretrainedConfig) -> DrafterConfig
             f"--init-from {folder} has no config.json. Pass a drafter's folder."
         ) from None
     config = DrafterConfig.from_json(raw, name=str(folder))
+    if config.draft_vocab_size is not None or config.sample_from_anchor:
+        raise ValueError(
+            f"--init-from {folder} has a head of its own, or samples from the anchor, but training "
+            "needs a drafter that shares the target's head and predicts each row's own token. Pass "
+            "another drafter, or train a new one without --init-from."
+        )
+    # a speculators config does not name the number of layers
+    config = replace(config, num_target_layers=config.num_target_layers or target.num_hidden_layers)
     wanted = {
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,

@@ -218,6 +218,14 @@ def test_so_are_pairs_whose_drafts_are_sampled(name: str) -> None:
     assert p_value(toy.pairs(), exact_pairs(toy.logits, CASES[name])) > 1e-3
 
 
+@pytest.mark.parametrize("name", ["temperature 0.7", "top_k 8, top_p 0.9"])
+def test_so_are_pairs_of_a_drafter_that_lacks_tokens(name: str) -> None:
+    """With a head of its own a drafter proposes some tokens only; the target samples all."""
+    toy = Toy(None, CASES[name])
+    toy.error[::3] = float("-inf")
+    assert p_value(toy.pairs(), exact_pairs(toy.logits, CASES[name])) > 1e-3
+
+
 def test_requests_of_every_kind_are_sampled_side_by_side() -> None:
     """One third each is greedy, samples with top_k 8, and samples unfiltered."""
     toy = Toy(None, CASES["temperature 1"])

@@ -20,7 +20,7 @@ from sglang_dflash.glue import compat, release
 from sglang_dflash.glue.contract import Symbol
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ROOT
-from tests.tiny_models import write_hybrid_config
+from tests.tiny_models import make_speculators_drafter, make_target, write_hybrid_config
 
 PAIR = ["--model-path", str(tiny_target()), "--speculative-draft-model-path", str(tiny_drafter())]
 
@@ -33,6 +33,17 @@ def test_doctor_finds_a_good_pair_well(capsys: pytest.CaptureFixture[str]) -> No
     assert told["plan"]["memory"]["target KV per token, full_attention"] == "4096 bytes"
     assert told["plan"]["memory"]["draft KV per token"] == "1024 bytes"
     assert "--speculative-draft-model-path" in told["plan"]["launch"]
+
+
+def test_doctor_reads_a_drafter_in_the_speculators_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = make_target("qwen3", tmp_path / "target")
+    drafter = make_speculators_drafter(tmp_path / "drafter", tokens=300)
+    pair = ["--model-path", str(target), "--speculative-draft-model-path", str(drafter)]
+    assert main(["doctor", *pair, "--gpu-memory-gb", "80", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert any("features from layers [1, 3, 4]" in f["found"] for f in told["findings"])
 
 
 @pytest.mark.parametrize(

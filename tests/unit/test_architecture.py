@@ -34,7 +34,8 @@ ALLOWED = {
     "types": set(),
     "safetensors_header": set(),
     "checkpoint": {"safetensors_header"},
-    "drafter_config": set(),
+    "speculators_format": set(),
+    "drafter_config": {"speculators_format"},
     "environment": set(),
     "heartbeat": set(),
     "config": {"drafter_config", "environment", "safetensors_header"},
@@ -80,11 +81,12 @@ ALLOWED = {
         "metrics",
         "reference",
         "safetensors_header",
+        "speculators_format",
         "train",
     },
     "__main__": {"commands", "train"},
     # an oracle shares no arithmetic with the code it judges, only the list of accepted configs
-    "reference": {"drafter_config", "reference"},
+    "reference": {"drafter_config", "reference", "speculators_format"},
     "pairs": {"pairs"},
     # the trainer is for any target: it knows neither the shipped pairs nor the tiny one's corpus
     "train": {"train", "reference"},

@@ -1,8 +1,8 @@
 """The drafter network on SGLang's layers. Architecture and tensor names are the checkpoints'.
 
-A Qwen3-style stack that shares the target's embedding and head. Only block tokens pass through the
-layers; target tokens enter as draft KV, computed from features outside the layers with `fc`,
-`hidden_norm` and each layer's `kv_weight` and `k_norm`.
+A Qwen3-style stack that shares the target's embedding and, unless it has its own, its head. Only
+block tokens pass through the layers; target tokens enter as draft KV, computed from features
+outside the layers with `fc`, `hidden_norm` and each layer's `kv_weight` and `k_norm`.
 
 With tensor parallelism the ranks share the layers, if heads and MLP can be divided among them.
 Otherwise each rank runs the whole drafter, with all of the draft KV, and asks no other rank.
@@ -10,14 +10,17 @@ Otherwise each rank runs the whole drafter, with all of the draft KV, and asks n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sglang_dflash import speculators_format
 from sglang_dflash.config import DrafterSpec
 from sglang_dflash.glue import changes, compat, seams
+from sglang_dflash.glue.models.own_head import OwnHead
 
 # checkpoint name -> (our fused parameter, shard of it)
 FUSED = {
@@ -185,11 +188,13 @@ class DFlashDraftModel(nn.Module):
             DraftLayer(config, spec, layer, quant_config) for layer in range(spec.num_layers)
         )
         self.norm = compat.RMSNorm(spec.hidden_size, eps=config.rms_norm_eps)
+        self.own_head = None if spec.own_vocab_size is None else OwnHead(spec)
         self._embed: Callable[[Tensor], Tensor] | None = None
 
-    def share_embedding(self, embed: Callable[[Tensor], Tensor]) -> None:
-        """Embed block tokens with the target's embedding, including its scaling."""
-        self._embed = embed
+    def share_embedding(self, embedding: nn.Module) -> None:
+        """Embed block tokens with the target's embedding, including its scaling if the drafter was
+        trained with it."""
+        self._embed = embedding if self.spec.scales_embedding else unscaled(embedding)
 
     def get_attention_sliding_window_size(self) -> int | None:
         """Return the sliding window as SGLang counts it, without the query token."""
@@ -210,17 +215,21 @@ class DFlashDraftModel(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load a released checkpoint. Raise ValueError unless every parameter is filled exactly
         once, with the right shape, and every tensor has a parameter."""
-        params = dict(self.named_parameters())
+        params: dict[str, Tensor] = dict(self.named_parameters())
+        if self.own_head is not None:
+            params |= self.own_head.named_tensors(prefix="own_head.")
         missing = {name: len(_parts_of(name)) for name in params}
         whole_shapes = _whole_shapes(self.spec)
         unknown = []
         for raw_name, tensor in weights:
             name, part = _our_name(raw_name.removeprefix("model."))
+            if name not in params and self._is_targets_own(raw_name):
+                continue
             if name not in params:
                 unknown.append(raw_name)
                 continue
             param: Any = params[name]
-            wanted = whole_shapes.get(raw_name.split(".")[-2], param.shape)
+            wanted = whole_shapes.get(f".{raw_name}".split(".")[-2], param.shape)
             if wanted != tensor.shape:
                 raise ValueError(
                     f"{raw_name} of the drafter {self.spec.name} has shape {list(tensor.shape)}, "
@@ -238,6 +247,21 @@ class DFlashDraftModel(nn.Module):
                 f"missing {unfilled or 'nothing'}, unknown {unknown or 'nothing'}. "
                 "Download the checkpoint again, or use another one."
             )
+        if self.own_head is not None:
+            self.own_head.check()
+
+    def _is_targets_own(self, name: str) -> bool:
+        # of the formats, only the other one has such tensors, and it does not scale embeddings
+        return not self.spec.scales_embedding and speculators_format.is_targets_own(
+            name, whole_vocabulary=self.own_head is None
+        )
+
+
+def unscaled(embedding: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return a target's embedding without the scaling that some targets apply to it."""
+    if isinstance(embedding, compat.VocabParallelEmbedding):
+        return functools.partial(compat.VocabParallelEmbedding.forward, embedding)
+    return lambda ids: nn.functional.embedding(ids, embedding.get_parameter("weight"))
 
 
 def _whole_shapes(spec: DrafterSpec) -> dict[str, tuple[int, int]]:
@@ -257,6 +281,8 @@ def _whole_shapes(spec: DrafterSpec) -> dict[str, tuple[int, int]]:
 
 
 def _our_name(name: str) -> tuple[str, Any]:
+    if name in (speculators_format.HEAD, speculators_format.OFFSETS):
+        return f"own_head.{name}", None
     for theirs, (ours, part) in FUSED.items():
         if f".{theirs}." in name:
             return name.replace(theirs, ours), part

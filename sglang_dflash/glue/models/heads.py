@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class DraftHead:
     def multiply(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return this rank's logits of hidden states [n, H], in `out` if given."""
         weight = self._head.weight
-        return self.without_vocab_padding(_multiply(hidden.to(weight.dtype), weight, out))
+        return self.without_vocab_padding(multiply(hidden.to(weight.dtype), weight, out))
 
     def without_vocab_padding(self, logits: Tensor) -> Tensor:
         """Return a view of logits without the padding columns."""
@@ -117,7 +117,8 @@ def _shard_of(head: Any, vocab_size: int) -> Any:
     return None
 
 
-def _multiply(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+    """Return the product of rows [n, H] with a head's weight [V, H], in `out` if given."""
     product = None
     if out is None and x.device.type == "cpu":
         product = products.multiply(x, weight)
@@ -132,13 +133,33 @@ class Drafted(NamedTuple):
     confidence: Tensor | None = None  # [b, wanted] fp32, if asked for: the highest probability
 
 
-class BlockHead:
-    """The draft head over blocks of hidden states; the first row of each block is its anchor."""
+class Head(Protocol):
+    """The target's head, or a drafter's own, as a block of drafts is read from it."""
 
-    def __init__(self, head: DraftHead, *, block_size: int, logit_cap: float) -> None:
+    @property
+    def sees_all(self) -> bool: ...
+    def allocate_logits(self, rows: int) -> Tensor: ...
+    def multiply(self, hidden: Tensor, out: Tensor | None = None) -> Tensor: ...
+    def without_vocab_padding(self, logits: Tensor) -> Tensor: ...
+    def all_logits(self, logits: Tensor) -> Tensor: ...
+    def choose(self, logits: Tensor, *, logit_cap: float, noise: Noise | None) -> Tensor: ...
+    def confidence(self, logits: Tensor, logit_cap: float) -> Tensor: ...
+
+
+class BlockHead:
+    """The draft head over blocks of hidden states; the first row of each block is its anchor.
+
+    Drafts are read from the rows after it, or from its own on (`from_anchor`): then the last row's
+    is left out, since a block has room for one draft fewer than rows.
+    """
+
+    def __init__(
+        self, head: Head, *, block_size: int, logit_cap: float, from_anchor: bool = False
+    ) -> None:
         self._head = head
         self.block_size = block_size
         self._logit_cap = logit_cap
+        self._first = 0 if from_anchor else 1
 
     def allocate_logits(self, requests: int) -> Tensor:
         """Return a buffer for the logits of `requests` blocks, without anchors."""
@@ -147,7 +168,7 @@ class BlockHead:
     def masked_rows(self, hidden: Tensor, wanted: int) -> Tensor:
         """Return the hidden states that the first `wanted` drafts of each block are read from,
         [b * wanted, H], from those of whole blocks, [b * B, H]."""
-        rows = hidden.unflatten(0, (-1, self.block_size))[:, 1 : wanted + 1]
+        rows = hidden.unflatten(0, (-1, self.block_size))[:, self._first : self._first + wanted]
         # a copy in any case: the next replay of a graph overwrites its output
         return rows.clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
@@ -158,16 +179,17 @@ class BlockHead:
         if hidden.device.type != "cpu" or wanted < self.block_size - 1:
             rows = self.masked_rows(hidden, wanted)
             return self.draft(rows, noise, wanted=wanted, with_confidence=with_confidence)
-        # on a CPU the GEMM is faster over whole blocks, though the first row is not needed
+        # on a CPU the GEMM is faster over whole blocks, though one row is not needed
         if noise is not None:
-            noise = Noise(noise.keys.roll(1, dims=1), noise.scales)
+            noise = Noise(noise.keys.roll(self._first, dims=1), noise.scales)
         drafts, logits, confidence = self.draft(
             hidden, noise, wanted=self.block_size, with_confidence=with_confidence
         )
+        kept = slice(self._first, self._first + wanted)
         return Drafted(
-            drafts[:, :, 1:],
-            None if logits is None else logits[:, 1:],
-            None if confidence is None else confidence[:, 1:],
+            drafts[:, :, kept],
+            None if logits is None else logits[:, kept],
+            None if confidence is None else confidence[:, kept],
         )
 
     def draft(

@@ -11,6 +11,7 @@ from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 from sglang_dflash.glue.models.heads import BlockHead, DraftHead, VerifyHead
+from sglang_dflash.glue.models.own_head import OwnDraftHead
 from sglang_dflash.glue.sampling.penalties import PenaltyTable
 from sglang_dflash.glue.sampling.row_sampler import RowSampler
 from sglang_dflash.glue.step.agreement import Agreement
@@ -39,14 +40,22 @@ class DFlashRuntime:
         self.draft_runner = draft_runner
         target_model = self.target_runner.model
         draft_runner.model.share_embedding(target_model.get_input_embeddings())
-        draft_head = DraftHead(target_model, config.drafter.vocab_size, ops)
+        vocab_size, own_head = config.drafter.vocab_size, draft_runner.model.own_head
+        draft_head = (
+            DraftHead(target_model, vocab_size, ops)
+            if own_head is None
+            else OwnDraftHead(own_head, vocab_size, ops)
+        )
         device_type = torch.device(draft_runner.device).type
         # torch.cuda; on a CPU torch.cpu, whose streams are no-ops: everything runs in order
         self.device_module = torch.get_device_module(device_type)
         self.plan_stream = self.device_module.Stream() if config.overlap.plan_stream else None
         self.verify_head = VerifyHead(target_model, ops, device_type=device_type)
         self.block_head = BlockHead(
-            draft_head, block_size=config.block_size, logit_cap=self.verify_head.cap
+            draft_head,
+            block_size=config.block_size,
+            logit_cap=self.verify_head.cap,
+            from_anchor=config.drafter.samples_from_anchor,
         )
         self.row_sampler = RowSampler(
             self.target_runner.sampler,

@@ -56,6 +56,12 @@ SYMBOLS: dict[str, Symbol] = {
         names("trust_remote_code revision model_override_args"),
         order=("model",),
     ),
+    "parse_config": Symbol(
+        "srt.utils.hf_transformers.config",
+        "HfModelConfigParser.parse",
+        ("revision",),
+        order=names("model trust_remote_code"),
+    ),
     "get_rope_config": Symbol(
         "srt.utils.hf_transformers_utils", "get_rope_config", order=("config",)
     ),

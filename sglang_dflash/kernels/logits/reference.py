@@ -69,6 +69,10 @@ def noise_of_rows(noise: Noise, rows: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def capped(logits: Tensor, logit_cap: float) -> Tensor:
-    """Return logits in fp32, soft-capped by tanh if there is a cap."""
+    """Return logits in fp32, soft-capped by tanh if there is a cap. -inf, a token that a head does
+    not have, stays -inf."""
     logits = logits.float()
-    return logit_cap * torch.tanh(logits / logit_cap) if logit_cap > 0 else logits
+    if logit_cap <= 0:
+        return logits
+    within = logit_cap * torch.tanh(logits / logit_cap)
+    return torch.where(logits == float("-inf"), logits, within)

@@ -20,11 +20,13 @@ _FACTOR_0, _FACTOR_1, _FACTOR_2, _FACTOR_3, _FACTOR_4 = map(tl.constexpr, HASH_F
 
 @triton.jit
 def capped(x, LOGIT_CAP: tl.constexpr):
-    """Return logits in fp32, soft-capped by tanh if there is a cap."""
+    """Return logits in fp32, soft-capped by tanh if there is a cap. -inf, a token that a head does
+    not have, stays -inf."""
     x = x.to(tl.float32)
     if LOGIT_CAP > 0:
         # tanh via sigmoid, which saturates without overflow
-        x = (2.0 * tl.sigmoid(2.0 * (x / LOGIT_CAP)) - 1.0) * LOGIT_CAP
+        within = (2.0 * tl.sigmoid(2.0 * (x / LOGIT_CAP)) - 1.0) * LOGIT_CAP
+        x = tl.where(x == float("-inf"), x, within)
     return x
 
 
