@@ -1,4 +1,4 @@
-"""`python -m sglang_dflash doctor | serve | report | train`."""
+"""`python -m sglang_dflash doctor | serve | report | train | convert`."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ def main(arguments: list[str] | None = None) -> int:
     train = commands.add_parser("train", help="train a drafter for a target")
     add_train_options(train)
 
+    convert = commands.add_parser(
+        "convert", help="rewrite a drafter in the speculators format, or one of that in ours"
+    )
+    convert.add_argument("source", metavar="SRC", help="the drafter's folder, in either format")
+    convert.add_argument("destination", metavar="DST", help="a new folder, for the other format")
+    convert.add_argument("--model-path", "--model", help="the drafter's target")
+
     arguments = sys.argv[1:] if arguments is None else arguments
     options, others = parser.parse_known_args(arguments)
     if others and options.command != "serve":
@@ -74,6 +81,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.command == "train":
         invocation = read_invocation(options, arguments)
         return run_until_stopped(invocation, lambda stop: run_train(options, invocation, stop))
+    if options.command == "convert":
+        from sglang_dflash.commands.convert import run_convert
+
+        return run_convert(options)
     from sglang_dflash.commands.report import run_report
 
     return run_report(options)

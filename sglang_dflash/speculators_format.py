@@ -7,7 +7,7 @@ a part of the target's vocabulary, with `d2t[i]` the distance of its token i to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 MODEL_TYPE = "speculators_model_type"
@@ -31,8 +31,20 @@ _CONSUMED = (
     "target_hidden_size",
     "transformer_layer_config",
 )
-# of the released format, and without a place in a speculators config
-_NOT_OF_LAYERS = ("architectures", "auto_map", "block_size", "dflash_config", "draft_vocab_size")
+# keys of the released format that are not the layers'
+_NOT_OF_LAYERS = (
+    "architectures",
+    "auto_map",
+    "block_size",
+    "causal",
+    "dflash_config",
+    "draft_vocab_size",
+    "is_causal",
+    "mask_token_id",
+    "num_target_layers",
+    "sample_from_anchor",
+    "target_layer_ids",
+)
 
 
 Tensor = TypeVar("Tensor")
@@ -88,6 +100,40 @@ def translate(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
             "sliding_window_non_causal": bool(config.get("sliding_window_non_causal")),
             "target_layer_ids": _target_layer_ids(config, name),
         },
+    }
+
+
+def written(
+    config: Mapping[str, Any],
+    *,
+    target: str,
+    target_architectures: Sequence[str],
+    target_layer_ids: Sequence[int],
+    block_size: int,
+    mask_token_id: int,
+    sample_from_anchor: bool,
+    non_causal_windows: bool,
+) -> dict[str, Any]:
+    """Return the config.json of this format, from one of the released format."""
+    layers = {key: value for key, value in config.items() if key not in _NOT_OF_LAYERS}
+    drafts = block_size if sample_from_anchor else block_size - 1
+    return {
+        MODEL_TYPE: "dflash",
+        "speculators_version": VERSION,
+        "architectures": ["DFlashSpeculator"],
+        "aux_hidden_state_layer_ids": [i + 1 for i in target_layer_ids],
+        "block_size": block_size,
+        "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"],
+        "mask_token_id": mask_token_id,
+        "sample_from_anchor": sample_from_anchor,
+        "sliding_window_non_causal": non_causal_windows,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
+            "verifier": {"architectures": list(target_architectures), "name_or_path": target},
+        },
+        "transformer_layer_config": {**layers, "model_type": "qwen3"},
     }
 
 

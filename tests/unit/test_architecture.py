@@ -76,6 +76,7 @@ ALLOWED = {
         "checkpoint",
         "commands",
         "config",
+        "drafter_config",
         "environment",
         "glue",
         "metrics",

@@ -1,0 +1,199 @@
+"""`python -m sglang_dflash convert SRC DST`: rewrite a drafter in the other of the two formats.
+
+The released format becomes the one of vLLM's speculators library, and the other way around. The
+tensors of the network have the same names in both, and are copied unchanged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from sglang_dflash import drafter_config, speculators_format
+from sglang_dflash.checkpoint import check_checkpoint
+from sglang_dflash.config import DrafterSpec
+from sglang_dflash.speculators_format import HEAD, OFFSETS
+
+# in the order in which a checkpoint's head is looked for; the last one is a tied embedding
+HEAD_NAMES = ("lm_head.weight", "embed_tokens.weight")
+
+
+def run_convert(options: argparse.Namespace) -> int:
+    """Write DST and say what it is; return 1 with the reason if it cannot be."""
+    try:
+        done = convert(Path(options.source), Path(options.destination), target=options.model_path)
+    except ValueError as error:
+        print(error)
+        return 1
+    print(done)
+    return 0
+
+
+def convert(source: Path, destination: Path, *, target: str | None) -> str:
+    """Write a drafter in the other format into a new folder; return what was done. Raise ValueError
+    for what the other format cannot represent."""
+    raw = _read_config(source)
+    if destination.exists():
+        raise ValueError(f"{destination} exists already. Pass a folder that does not, as DST.")
+    config = drafter_config.read(raw, name=str(source))
+    spec = DrafterSpec.from_loaded(config, name=str(source))
+    check_checkpoint(str(source), role="drafter")
+    weights = _read_weights(source)
+    if speculators_format.describes(raw):
+        kind = "released format"
+        written = _to_released(raw, config, spec, target)
+        weights = speculators_format.drafters_own(
+            weights, whole_vocabulary=spec.own_vocab_size is None
+        )
+        if spec.own_vocab_size is not None:
+            _drop_copied_head(weights, spec, target)
+    else:
+        kind = "speculators format"
+        written = _to_speculators(config, spec, target)
+        if spec.own_vocab_size is not None:
+            weights[speculators_format.IS_DRAFTED] = _is_drafted(weights[OFFSETS], spec)
+    destination.mkdir(parents=True)
+    text = json.dumps(written, indent=2, sort_keys=True)
+    (destination / "config.json").write_text(text + "\n")
+    save_file(weights, destination / "model.safetensors", metadata={"format": "pt"})
+    return f"{destination} is {source} in the {kind}, with {len(weights)} tensors."
+
+
+def _to_released(
+    raw: Mapping[str, Any], config: Mapping[str, Any], spec: DrafterSpec, target: str | None
+) -> dict[str, Any]:
+    if spec.samples_from_anchor:
+        raise ValueError(
+            f"The drafter {spec.name} samples from the anchor (sample_from_anchor: true), which "
+            "the released format cannot represent. sglang_dflash serves it as it is."
+        )
+    target_config = None if target is None else _target_config(target)
+    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    architectures = verifier.get("architectures") or []
+    _refuse_other_scaling(spec, target_config, architectures)
+    found = dict(config)
+    found["dflash_config"] = {
+        key: config["dflash_config"][key] for key in ("mask_token_id", "target_layer_ids")
+    }
+    # a part of the vocabulary is refused, or its head is the target's
+    found.pop("draft_vocab_size", None)
+    if not spec.causal_windows:
+        found["is_causal"] = False
+    if target_config is not None:
+        found["num_target_layers"] = target_config.num_hidden_layers
+    return found
+
+
+def _to_speculators(
+    config: Mapping[str, Any], spec: DrafterSpec, target: str | None
+) -> dict[str, Any]:
+    if target is None:
+        raise ValueError(
+            "The speculators format names the target that its reader takes the embedding and the "
+            "head from. Pass --model-path with the drafter's target: a folder or a model name."
+        )
+    target_config = _target_config(target)
+    architectures = AutoConfig.from_pretrained(target).architectures or []
+    _refuse_other_scaling(spec, target_config, architectures)
+    return speculators_format.written(
+        config,
+        target=target,
+        target_architectures=architectures,
+        target_layer_ids=spec.target_layer_ids,
+        block_size=spec.block_size,
+        mask_token_id=spec.mask_token_id,
+        sample_from_anchor=spec.samples_from_anchor,
+        non_causal_windows=not spec.causal_windows,
+    )
+
+
+def _refuse_other_scaling(
+    spec: DrafterSpec, target: PretrainedConfig | None, architectures: list[str]
+) -> None:
+    """Raise ValueError for a target whose embedding is scaled in one format only."""
+    kinds = [*architectures, *([] if target is None else [target.model_type])]
+    scaled = [kind for kind in kinds if kind.lower().startswith("gemma")]
+    if scaled:
+        raise ValueError(
+            f"The drafter {spec.name} is for a target that scales its embedding ({scaled[0]}). The "
+            "released format scales the block's tokens with it, the speculators format does not, "
+            "so the converted drafter would read other embeddings. sglang_dflash serves both as "
+            "they are."
+        )
+
+
+def _drop_copied_head(weights: dict[str, Tensor], spec: DrafterSpec, target: str | None) -> None:
+    """Remove a head of its own that is a copy of rows of the target's; raise ValueError for any
+    other, which the released format cannot represent."""
+    head, offsets = weights.pop(HEAD), weights.pop(OFFSETS)
+    advice = (
+        f"The drafter {spec.name} has a head of its own for {spec.own_vocab_size} of "
+        f"{spec.vocab_size} tokens, which the released format cannot represent"
+    )
+    if target is None:
+        raise ValueError(
+            f"{advice} unless it is a copy of rows of the target's. Pass --model-path with the "
+            "target's folder to compare them. sglang_dflash serves this drafter as it is."
+        )
+    tokens = offsets + torch.arange(len(offsets))
+    rows = _target_head(Path(target))[tokens].to(head.dtype)
+    if not torch.equal(rows, head):
+        raise ValueError(
+            f"{advice}: its rows differ from those of {target}. sglang_dflash serves it as it is."
+        )
+
+
+def _target_head(folder: Path) -> Tensor:
+    for wanted in HEAD_NAMES:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    if name == wanted or name.endswith(f".{wanted}"):
+                        return tensors.get_tensor(name)
+    raise ValueError(
+        f"{folder} has no safetensors with an LM head or an embedding. Pass --model-path with a "
+        "local folder of the drafter's target."
+    )
+
+
+def _is_drafted(offsets: Tensor, spec: DrafterSpec) -> Tensor:
+    tokens = offsets + torch.arange(len(offsets))
+    return torch.zeros(spec.vocab_size, dtype=torch.bool).index_fill(0, tokens, True)
+
+
+def _read_config(source: Path) -> dict[str, Any]:
+    try:
+        return json.loads((source / "config.json").read_text())
+    except OSError:
+        raise ValueError(f"{source} has no config.json. Pass a drafter's folder as SRC.") from None
+    except ValueError as error:
+        raise ValueError(f"{source / 'config.json'} is not JSON: {error}.") from None
+
+
+def _read_weights(source: Path) -> dict[str, Tensor]:
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{source} has no safetensors. Download the drafter's weights, too.")
+    found: dict[str, Tensor] = {}
+    for file in files:
+        found |= load_file(file)
+    return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+
+
+def _target_config(target: str) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(target).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--model-path {target} has no model that transformers can read: "
+            f"{str(error).splitlines()[0]} Pass the drafter's target."
+        ) from None
