@@ -206,7 +206,6 @@ class TargetSpec:
     vocab_size: int
     num_layers: int
     context_len: int
-    delivers_features: bool
     delivers_last_layer: bool
 
 
@@ -278,12 +277,6 @@ def resolve_block_size(drafter: DrafterSpec, asked: int | None) -> int:
 
 def check_pair(drafter: DrafterSpec, target: TargetSpec) -> None:
     """Raise ValueError unless this drafter can read this target's features and share its head."""
-    if not target.delivers_features:
-        raise ValueError(
-            f"The target {target.name} ({target.architecture}) cannot deliver hidden states to a "
-            "drafter: its SGLang model has no set_dflash_layers_to_capture. "
-            "Serve it without --speculative-algorithm DFLASH."
-        )
     if drafter.hidden_size != target.hidden_size:
         raise ValueError(
             f"The drafter {drafter.name} has hidden size {drafter.hidden_size}, the target "

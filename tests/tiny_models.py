@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -38,6 +40,8 @@ CLASSES = {
     "gemma4": Gemma4ForCausalLM,
     "gemma4-for-two": Gemma4ForCausalLM,
     "gemma4-moe": Gemma4ForCausalLM,
+    # its SGLang class has no method to capture features
+    "granite": GraniteForCausalLM,
 }
 NUM_LAYERS = 6
 HIDDEN = 128
@@ -210,6 +214,15 @@ def hf_config(family: str) -> PreTrainedConfig:
             num_experts_per_tok=2,
             moe_intermediate_size=64,
             norm_topk_prob=True,
+        )
+    if family == "granite":
+        return GraniteConfig(
+            **COMMON,
+            attention_multiplier=0.2,
+            embedding_multiplier=3.0,
+            logits_scaling=0.5,
+            residual_multiplier=0.7,
+            tie_word_embeddings=False,
         )
     return Gemma4TextConfig(
         **COMMON,

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import compat, seams
+from sglang_dflash.glue.models.embedding import input_embedding
+from sglang_dflash.glue.startup.feature_capture import configure_capture
+from sglang_dflash.glue.startup.feature_hooks import FeatureHooks, find_layers
 from sglang_dflash.glue.startup.server_args import describe_target
-from tests.tiny_models import HYBRIDS, write_hybrid_config
+from tests.tiny_models import HYBRIDS, hf_config, write_hybrid_config
 
 
 @pytest.mark.parametrize("model_type", HYBRIDS)
@@ -23,4 +30,118 @@ def test_a_target_with_recurrent_layers_is_refused(tmp_path: Path, model_type: s
 
 def test_a_target_without_recurrent_layers_passes(models: Path) -> None:
     config = compat.get_config(str(models / "llama"), trust_remote_code=False)
-    assert describe_target(config, name="llama").delivers_features
+    assert not describe_target(config, name="llama").delivers_last_layer
+
+
+def test_a_class_without_a_method_to_capture_features_passes(tmp_path: Path) -> None:
+    """Hooks capture them, those of the last layer, too."""
+    (tmp_path / "config.json").write_text(hf_config("granite").to_json_string())
+    config = compat.get_config(str(tmp_path), trust_remote_code=False)
+    config.architectures = ["GraniteForCausalLM"]
+    assert describe_target(config, name="granite").delivers_last_layer
+
+
+class Pair(nn.Module):
+    """A layer that leaves the last addition to the next one."""
+
+    def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        whole = hidden if residual is None else hidden + residual
+        return whole * 2, whole
+
+
+class Whole(nn.Module):
+    """A layer that returns the whole residual stream, in memory that the next one writes to."""
+
+    def forward(self, hidden: Tensor, _residual: Tensor | None) -> Tensor:
+        return hidden.mul_(3)
+
+
+class Toy(nn.Module):
+    """A decoder as SGLang's are, with a real logits processor's place for features."""
+
+    def __init__(self, layer: type[nn.Module], count: int = 3) -> None:
+        super().__init__()
+        text = SimpleNamespace(num_hidden_layers=3)
+        self.config = SimpleNamespace(get_text_config=lambda: text)
+        self.visual = nn.ModuleList(nn.Identity() for _ in range(3))
+        self.layers = nn.ModuleList(layer() for _ in range(count))
+        self.logits_processor = compat.LogitsProcessor.__new__(compat.LogitsProcessor)
+        nn.Module.__init__(self.logits_processor)
+        self.logits_processor.forward = lambda *_args, **features: features
+
+    def forward(self, hidden: Tensor, layers: int = 3) -> Any:
+        residual = None
+        for layer in self.layers[:layers]:
+            output = layer(hidden, residual)
+            hidden, residual = output if isinstance(output, tuple) else (output, None)
+        return self.logits_processor(None, hidden, None, None)
+
+
+@pytest.mark.parametrize(("layer", "expected"), [(Pair, [3.0, 27.0]), (Whole, [3.0, 27.0])])
+def test_hooks_capture_the_residual_stream(layer: type[nn.Module], expected: list[float]) -> None:
+    model = Toy(layer)
+    FeatureHooks(model, [0, 2])
+    # twice: a pass must not see the features of the one before
+    for _ in range(2):
+        found = model(torch.ones(2, 4))["aux_hidden_states"]
+        assert [float(each[0, 0]) for each in found] == expected
+
+
+def test_layers_that_do_not_run_are_told() -> None:
+    model = Toy(Whole)
+    FeatureHooks(model, [0, 2])
+    with pytest.raises(RuntimeError, match="captured the output of 1 layers of Toy, not of 2"):
+        model(torch.ones(2, 4), layers=2)
+
+
+def test_a_model_whose_layers_cannot_be_found_is_refused() -> None:
+    with pytest.raises(ValueError, match="not exactly one has 3, as many as its config has layers"):
+        find_layers(Toy(Whole, count=2))
+
+
+def test_the_eagle_method_serves_where_it_means_the_same_layers() -> None:
+    class Eagle(Toy):
+        shift = 1
+
+        def set_eagle3_layers_to_capture(self, layer_ids: list[int]) -> None:
+            self.layers_to_capture = [i + self.shift for i in layer_ids]
+
+    told: dict[str, Any] = {"dflash_use_aux_hidden_state": True, "dflash_target_layer_ids": [0, 1]}
+    passed_on: list[dict[str, Any]] = []
+    model = Eagle(Whole)
+    configure_capture(lambda **rest: passed_on.append(rest), model=model, **told)
+    assert model.layers_to_capture == [1, 2]
+    assert not passed_on[0]["dflash_use_aux_hidden_state"]
+    model.shift = 0
+    with pytest.raises(ValueError, match="Eagle captures the inputs of layers"):
+        configure_capture(lambda **rest: None, model=model, **told)
+
+
+def test_the_embedding_is_found_where_no_method_returns_it() -> None:
+    """In MiniMax-M2's class the method of that name embeds tokens."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed_tokens = nn.Embedding(4, 2)
+
+    class Target(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Inner()
+
+        def get_input_embeddings(self, input_ids: Tensor) -> Tensor:
+            return self.model.embed_tokens(input_ids)
+
+    target = Target()
+    assert input_embedding(target) is target.model.embed_tokens
+    with pytest.raises(ValueError, match="Identity has no embedding under a known name"):
+        input_embedding(nn.Identity())
+
+
+def test_a_sum_that_the_next_layer_completes_is_not_taken_for_a_feature() -> None:
+    """In 0.5.17 the output says so; later releases leave it in the batch, which completes it."""
+    hidden = torch.ones(1, 2)
+    hidden._sglang_needs_allreduce_fusion = True  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="leave the sum over ranks to the next layer"):
+        seams.of("0.5.17").residual_stream((hidden, hidden), None)

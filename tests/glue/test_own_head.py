@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.cpu import products
-from sglang_dflash.glue.models.draft_model import DFlashDraftModel, unscaled
+from sglang_dflash.glue.models.draft_model import DFlashDraftModel
+from sglang_dflash.glue.models.embedding import unscaled
 from sglang_dflash.glue.models.heads import BlockHead
 from sglang_dflash.glue.models.own_head import OwnDraftHead
 from sglang_dflash.glue.startup.drafter_format import read_config

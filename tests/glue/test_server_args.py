@@ -212,11 +212,14 @@ def test_missing_drafter_is_refused(models: Path) -> None:
         parse(models, drafter="")
 
 
-def test_target_without_features_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_without_a_method_to_capture_features_passes(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hooks on its layers capture them."""
     model_class, _ = compat.ModelRegistry.resolve_model_cls(["LlamaForCausalLM"])
-    monkeypatch.delattr(model_class, "set_dflash_layers_to_capture")
-    with pytest.raises(ValueError, match=r"\(LlamaForCausalLM\) cannot deliver hidden states"):
-        parse(models)
+    for method in ("dflash", "eagle3"):
+        monkeypatch.delattr(model_class, f"set_{method}_layers_to_capture")
+    parse(models)
 
 
 def test_target_with_recurrent_layers_is_refused(models: Path, tmp_path: Path) -> None:

@@ -34,7 +34,6 @@ TARGET = cfg.TargetSpec(
     vocab_size=1024,
     num_layers=6,
     context_len=2048,
-    delivers_features=True,
     delivers_last_layer=False,
 )
 
@@ -126,12 +125,6 @@ def test_odd_drafter_is_refused(changes: dict[str, Any], message: str) -> None:
             {},
             "List them ascending",
             id="order",
-        ),
-        pytest.param(
-            {},
-            {"delivers_features": False, "architecture": "OddForCausalLM"},
-            "OddForCausalLM.*cannot deliver hidden states",
-            id="no features",
         ),
     ],
 )

@@ -10,7 +10,6 @@ Otherwise each rank runs the whole drafter, with all of the draft KV, and asks n
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from sglang_dflash import speculators_format
 from sglang_dflash.config import DrafterSpec
 from sglang_dflash.glue import changes, compat, seams
+from sglang_dflash.glue.models.embedding import unscaled
 from sglang_dflash.glue.models.own_head import OwnHead
 
 # checkpoint name -> (our fused parameter, shard of it)
@@ -255,13 +255,6 @@ class DFlashDraftModel(nn.Module):
         return not self.spec.scales_embedding and speculators_format.is_targets_own(
             name, whole_vocabulary=self.own_head is None
         )
-
-
-def unscaled(embedding: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return a target's embedding without the scaling that some targets apply to it."""
-    if isinstance(embedding, compat.VocabParallelEmbedding):
-        return functools.partial(compat.VocabParallelEmbedding.forward, embedding)
-    return lambda ids: nn.functional.embedding(ids, embedding.get_parameter("weight"))
 
 
 def _whole_shapes(spec: DrafterSpec) -> dict[str, tuple[int, int]]:

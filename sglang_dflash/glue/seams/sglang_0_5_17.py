@@ -171,3 +171,16 @@ def enter_gemma_layer(hidden_states: Tensor, keywords: dict[str, Any]) -> None:
 def leave_gemma_layer(hidden_states: Tensor, forward_batch: Any) -> Any:
     """Return a layer's result as SGLang's layer does."""
     return hidden_states, None
+
+
+def residual_stream(output: Any, forward_batch: Any) -> Tensor:
+    """Return the residual stream after a layer, from what the layer returns, in memory of its own:
+    the next layer may write to the output's."""
+    hidden, residual = output if isinstance(output, tuple) else (output, None)
+    if getattr(hidden, "_sglang_needs_allreduce_fusion", False):
+        raise ValueError(
+            "The target's layers leave the sum over ranks to the next layer, where a hook cannot "
+            "capture it. Pass --enforce-disable-flashinfer-allreduce-fusion, or serve without "
+            "--speculative-algorithm DFLASH."
+        )
+    return hidden.clone() if residual is None else hidden + residual

@@ -175,3 +175,13 @@ def enter_gemma_layer(hidden_states: Tensor, keywords: dict[str, Any]) -> None:
 def leave_gemma_layer(hidden_states: Tensor, forward_batch: Any) -> Any:
     """Return a layer's result as SGLang's layer does: it is the whole residual stream."""
     return compat.residual_is_written(hidden_states, forward_batch)
+
+
+def residual_stream(output: Any, forward_batch: Any) -> Tensor:
+    """Return the residual stream after a layer, from what the layer returns, in memory of its own:
+    the next layer may write to the output's."""
+    if forward_batch is not None and forward_batch.residual_stream is not None:
+        # what is left to add, or to sum over ranks, is in the batch
+        return compat.stream_snapshot(output, forward_batch)
+    hidden, residual = output if isinstance(output, tuple) else (output, None)
+    return hidden.clone() if residual is None else hidden + residual

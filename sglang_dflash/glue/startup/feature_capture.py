@@ -1,4 +1,4 @@
-"""Which targets can capture the drafter's input features, and can roll back rejected drafts."""
+"""How targets capture the drafter's input features, and which can roll back rejected drafts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_dflash.glue import compat
-
-# these capture the same layer outputs for EAGLE-3, and lack the DFLASH method
-CAPTURE_FOR_EAGLE = ("Qwen2ForCausalLM",)
+from sglang_dflash.glue.startup.feature_hooks import FeatureHooks
 
 
-def delivers_features(model_class: type, architecture: str) -> bool:
-    return hasattr(model_class, "set_dflash_layers_to_capture") or architecture in CAPTURE_FOR_EAGLE
+def captures_itself(model: Any) -> bool:
+    """Return whether a class, or an object of it, has a method to capture features."""
+    return any(hasattr(model, f"set_{method}_layers_to_capture") for method in ("dflash", "eagle3"))
 
 
 def refuse_recurrent(config: Any, *, name: str) -> None:
@@ -39,8 +38,26 @@ def refuse_recurrent(config: Any, *, name: str) -> None:
 def configure_capture(
     original: Any, *, model: Any, dflash_use_aux_hidden_state: bool, **rest: Any
 ) -> None:
-    """Make a target capture the drafter's features, by the DFLASH or the EAGLE-3 method."""
-    if dflash_use_aux_hidden_state and type(model).__name__ in CAPTURE_FOR_EAGLE:
-        model.set_eagle3_layers_to_capture(rest["dflash_target_layer_ids"])
+    """Make a target capture the drafter's features: by the method for DFLASH, by the one for
+    EAGLE-3, or by hooks on its layers."""
+    if dflash_use_aux_hidden_state and not hasattr(model, "set_dflash_layers_to_capture"):
+        layer_ids = rest["dflash_target_layer_ids"]
+        if captures_itself(model):
+            _capture_for_eagle(model, layer_ids)
+        else:
+            FeatureHooks(model, layer_ids)
         dflash_use_aux_hidden_state = False
     original(model=model, dflash_use_aux_hidden_state=dflash_use_aux_hidden_state, **rest)
+
+
+def _capture_for_eagle(model: Any, layer_ids: list[int]) -> None:
+    """Capture by the EAGLE-3 method. Raise ValueError unless it means the same layers: SGLang
+    captures a layer's output as the input of the next."""
+    model.set_eagle3_layers_to_capture(layer_ids)
+    lists = [m.layers_to_capture for m in model.modules() if hasattr(m, "layers_to_capture")]
+    if [i + 1 for i in layer_ids] not in [list(each) for each in lists]:
+        raise ValueError(
+            f"{type(model).__name__} captures the inputs of layers {lists} for EAGLE-3 if asked "
+            f"for the outputs of {layer_ids}, which are not the same. Serve it without "
+            "--speculative-algorithm DFLASH."
+        )

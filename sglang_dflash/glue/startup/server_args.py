@@ -11,7 +11,7 @@ from sglang_dflash import config as cfg
 from sglang_dflash.environment import DETERMINISTIC_PREFILL_ALIGN, Environment
 from sglang_dflash.glue import changes, compat, seams
 from sglang_dflash.glue.startup import width_args
-from sglang_dflash.glue.startup.feature_capture import delivers_features, refuse_recurrent
+from sglang_dflash.glue.startup.feature_capture import captures_itself, refuse_recurrent
 
 logger = logging.getLogger(__name__)
 
@@ -156,9 +156,8 @@ def describe_target(config: Any, *, name: str, context_len: int | None = None) -
         vocab_size=text_config.vocab_size,
         num_layers=text_config.num_hidden_layers,
         context_len=context_len or text_config.max_position_embeddings,
-        delivers_features=delivers_features(model_class, architecture),
-        # other targets capture a layer's output as the next layer's input
-        delivers_last_layer=architecture.startswith("Gemma4"),
+        # targets that capture features themselves do so at the next layer's input
+        delivers_last_layer=architecture.startswith("Gemma4") or not captures_itself(model_class),
     )
 
 

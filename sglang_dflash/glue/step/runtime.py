@@ -10,6 +10,7 @@ from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
+from sglang_dflash.glue.models.embedding import input_embedding
 from sglang_dflash.glue.models.heads import BlockHead, DraftHead, VerifyHead
 from sglang_dflash.glue.models.own_head import OwnDraftHead
 from sglang_dflash.glue.sampling.penalties import PenaltyTable
@@ -39,7 +40,7 @@ class DFlashRuntime:
         self.target_runner = target_worker.model_runner
         self.draft_runner = draft_runner
         target_model = self.target_runner.model
-        draft_runner.model.share_embedding(target_model.get_input_embeddings())
+        draft_runner.model.share_embedding(input_embedding(target_model))
         vocab_size, own_head = config.drafter.vocab_size, draft_runner.model.own_head
         draft_head = (
             DraftHead(target_model, vocab_size, ops)

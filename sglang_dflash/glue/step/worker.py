@@ -18,6 +18,7 @@ from sglang_dflash.glue import changes, compat, release, seams
 from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 from sglang_dflash.glue.after_step.request_end import count_steps_in
 from sglang_dflash.glue.models.draft_model import DFlashDraftModel, tell_heads_of_each_rank
+from sglang_dflash.glue.models.embedding import input_embedding
 from sglang_dflash.glue.models.gemma4_layers import describe_layers, install_fused_layers
 from sglang_dflash.glue.models.verify_backend import (
     OURS,
@@ -291,7 +292,7 @@ class DFlashWorker(compat.BaseSpecWorker):
 
     def _prefill(self, batch: Any, on_publish: Callable[[Tensor], None] | None) -> Any:
         if batch.input_embeds is not None:
-            embeds = embed_all(batch, self.model_runner.model.get_input_embeddings())
+            embeds = embed_all(batch, input_embedding(self.model_runner.model))
             BATCH.write(batch, input_embeds=embeds)
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=compat.CaptureHiddenMode.FULL

@@ -193,6 +193,12 @@ SYMBOLS: dict[str, Symbol] = {
             use_fp32_lm_head vocab_size"""
         ),
     ),
+    "process_logits": Symbol(
+        "srt.layers.logits_processor",
+        "LogitsProcessor.forward",
+        ("aux_hidden_states",),
+        order=names("input_ids hidden_states lm_head logits_metadata"),
+    ),
     "LogitsMetadata": Symbol(
         "srt.layers.logits_processor",
         "LogitsMetadata",

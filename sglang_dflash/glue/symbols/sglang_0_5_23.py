@@ -8,6 +8,7 @@ WEIGHT_UPDATER = "srt.managers.scheduler_components.weight_updater"
 
 # attributes beyond those in the other tables, by symbol
 ALSO: dict[str, tuple[str, ...]] = {
+    "ForwardBatch": ("residual_stream",),
     "MergedColumnParallelLinear": ("tp_group",),
     "ModelRunner": ("kv_index_translator",),
     "ParallelContext": ("dp_rank",),
@@ -174,6 +175,11 @@ SYMBOLS: dict[str, Symbol] = {
     "residual_is_written": Symbol(
         "srt.layers.layer_boundary.residual.batch",
         "set_written",
+        order=names("hidden_states forward_batch"),
+    ),
+    "stream_snapshot": Symbol(
+        "srt.layers.layer_boundary.residual.batch",
+        "snapshot",
         order=names("hidden_states forward_batch"),
     ),
     "compute_lm_head": Symbol(

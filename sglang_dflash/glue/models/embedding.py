@@ -1,0 +1,37 @@
+"""The target's embedding, as a drafter uses it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from sglang_dflash.glue import compat
+
+# what decoders call it, beside a method that returns it
+NAMES = ("embed_tokens", "word_embeddings", "tok_embeddings", "wte", "embedding")
+
+
+def input_embedding(model: Any) -> nn.Module:
+    """Return the module that embeds a target's tokens. Raise ValueError if there is none."""
+    get = getattr(model, "get_input_embeddings", None)
+    # in some classes a method of this name embeds the tokens it is given
+    if get is not None and not inspect.signature(get).parameters:
+        return get()
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in NAMES and "vis" not in name:
+            return module
+    raise ValueError(
+        f"{type(model).__name__} has no embedding under a known name ({', '.join(NAMES)}), which a "
+        "drafter shares. Serve it without --speculative-algorithm DFLASH."
+    )
+
+
+def unscaled(embedding: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return a target's embedding without the scaling that some targets apply to it."""
+    if isinstance(embedding, compat.VocabParallelEmbedding):
+        return functools.partial(compat.VocabParallelEmbedding.forward, embedding)
+    return lambda ids: nn.functional.embedding(ids, embedding.get_parameter("weight"))
