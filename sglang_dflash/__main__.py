@@ -1,4 +1,4 @@
-"""`python -m sglang_dflash doctor | serve | report | train | convert`."""
+"""`python -m sglang_dflash doctor | serve | report | train | convert | drafters`."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     convert.add_argument("destination", metavar="DST", help="a new folder, for the other format")
     convert.add_argument("--model-path", "--model", help="the drafter's target")
 
+    commands.add_parser("drafters", help="print which released drafters are served, and why not")
+
     arguments = sys.argv[1:] if arguments is None else arguments
     options, others = parser.parse_known_args(arguments)
     if others and options.command != "serve":
@@ -85,6 +87,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         from sglang_dflash.commands.convert import run_convert
 
         return run_convert(options)
+    if options.command == "drafters":
+        from sglang_dflash.commands.drafters import run_drafters
+
+        return run_drafters()
     from sglang_dflash.commands.report import run_report
 
     return run_report(options)

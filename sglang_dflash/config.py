@@ -325,11 +325,13 @@ def check_draft_backend(drafter: DrafterSpec, *, device: str, backend: str | Non
 
 
 def check_features(drafter: DrafterSpec, folder: Path, *, target: TargetSpec) -> None:
-    """Raise ValueError if the drafter's weights are incomplete or expect other features.
+    """Raise ValueError if the drafter's weights are incomplete or expect other features, or a file
+    beside them changes the network.
 
     Reads only the headers of the safetensors files. A folder without weights passes: dummy weights
     take their shapes from the config.
     """
+    drafter_config.refuse_files((path.name for path in folder.iterdir()), name=drafter.name)
     headers = [read_safetensors_header(path) for path in sorted(folder.glob("*.safetensors"))]
     names = ("fc.weight", "model.fc.weight")
     shapes = [header[name]["shape"] for header in headers for name in names if name in header]

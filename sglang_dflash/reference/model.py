@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sglang_dflash import speculators_format
+from sglang_dflash import drafter_config, speculators_format
 from sglang_dflash.reference.config import FULL, SLIDING, DrafterConfig
 
 __all__ = ["FULL", "SLIDING", "ContextKV", "Drafter", "DrafterConfig", "block_mask", "rotate"]
@@ -302,11 +302,7 @@ class Drafter(nn.Module):
         folder = Path(folder)
         raw = json.loads((folder / "config.json").read_text())
         config = DrafterConfig.from_json(raw, name=str(folder))
-        if (folder / "mask_embedding.pt").exists():
-            raise ValueError(
-                f"{folder} has a learned mask_embedding.pt, a variant the reference does not "
-                "compute. Use a drafter whose mask is a token of the target."
-            )
+        drafter_config.refuse_files((path.name for path in folder.iterdir()), name=str(folder))
         weights: dict[str, Tensor] = {}
         for shard in sorted(folder.glob("*.safetensors")):
             weights.update(load_file(shard))

@@ -216,3 +216,10 @@ def test_plan_stream_is_its_own_switch(disabled: bool) -> None:
 def test_a_switch_that_is_neither_on_nor_off_is_an_error(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=yes please is neither .* 0, false, 1, true"):
         cfg.Overlap.resolve(Environment({name: "yes please"}), disabled=False)
+
+
+def test_a_learned_mask_embedding_is_refused(tmp_path: Path) -> None:
+    """Ignored, it would silently cost accept length."""
+    (tmp_path / "mask_embedding.pt").touch()
+    with pytest.raises(ValueError, match="has a learned mask_embedding.pt"):
+        cfg.check_features(drafter(), tmp_path, target=TARGET)
