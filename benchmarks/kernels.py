@@ -29,9 +29,9 @@ from torch import Tensor
 
 from benchmarks import op_timing, result_files
 from benchmarks.gpu import Gpu, measure_gpu, replay_us
-from sglang_dflash.kernels import triton_ops
+from sglang_dflash.kernels import cards, triton_ops
 from sglang_dflash.kernels.attention import reference
-from sglang_dflash.kernels.attention.tiles import TILES, LayerShape, Tile
+from sglang_dflash.kernels.attention.tiles import LayerShape, Tile, choose_tiles, tile_dim
 from sglang_dflash.kernels.attention.verify import VerifyAttention
 
 DTYPE = torch.bfloat16
@@ -125,14 +125,13 @@ class Problem:
         return max(moved / gpu.bandwidth, flops / gpu.flops) * 1e6
 
     def ours(self, tile: Tile | None = None) -> Callable[[Tensor], None]:
-        dim = max(64, triton.next_power_of_2(max(self.query.shape[2], self.out.shape[2])))
         attention = VerifyAttention(
             self.requests,
             self.block_size,
             shapes=[self.layer.shape],
             dtype=DTYPE,
             device="cuda",
-            tiles=TILES if tile is None else {dim: tile},
+            tiles=None if tile is None else {tile_dim(self.layer.shape): tile},
         )
         return lambda slots: attention.run(
             *(*self.tensors, self.qo_indptr, self.kv_indptr, slots),
@@ -258,18 +257,21 @@ def markdown_line(row: Row) -> str:
 
 def candidates(dim: int) -> list[Tile]:
     """Return the tiles worth compiling: their KV stages and queries can fit in shared memory."""
-    splits = {"ctas_per_sm": TILES[dim].ctas_per_sm, "min_run": TILES[dim].min_run}
-    shapes = itertools.product((64, 128), (16, 32, 64, 128), (4, 8), (2, 3, 4), (1, 2))
+    card = cards.current()
+    present = choose_tiles(card, DTYPE).wide[dim]
+    splits = {"ctas_per_sm": present.ctas_per_sm, "min_run": present.min_run}
+    # tensor cores that read registers can use fewer rows
+    rows = (32, 64) if card.tensor_cores == "mma" else (64, 128)
+    shapes = itertools.product(rows, (16, 32, 64, 128), (4, 8), (2, 3, 4), (1, 2))
     tiles = [
         Tile(block_m=m, block_n=n, num_warps=warps, num_stages=stages, dv_parts=parts, **splits)
         for m, n, warps, stages, parts in shapes
-        if m == 64 or dim == 512
+        if m <= 64 or dim == 512
     ]
-    shared_memory = 227 * 1024
     return [
         tile
         for tile in tiles
-        if 2 * dim * tile.block_m + 2 * kv_elements(tile, dim) < shared_memory
+        if 2 * dim * tile.block_m + 2 * kv_elements(tile, dim) < card.shared_memory
         # the accumulator alone: 64 rows of 512 in 4 warps are 256 registers per thread
         and tile.block_m * dim // tile.dv_parts <= tile.num_warps * 32 * 128
         and (tile.dv_parts == 1 or dim == 512)
@@ -334,7 +336,7 @@ def tile_table(found: dict[int, list[tuple[float, Tile]]]) -> str:
         f"    {dim}: {ranking[0][1]},  # {ranking[0][0]:.2f} times the floor"
         for dim, ranking in sorted(found.items())
     ]
-    return "\n".join(["TILES = {", *lines, "}"])
+    return "\n".join(["wide={", *lines, "}"])
 
 
 def parse_options() -> argparse.Namespace:
@@ -349,7 +351,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument(
-        "--sweep", action="store_true", help="rank tile configurations and print the best TILES"
+        "--sweep",
+        action="store_true",
+        help="rank tile configurations and print the best for this card",
     )
     parser.add_argument("--processes", type=int, default=8, help="compiler processes for --sweep")
     result_files.add_result_options(parser, picture=False, servers=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang_dflash.kernels import cards
 from sglang_dflash.kernels.accept import triton as accept
 from sglang_dflash.kernels.attention import prefix_index, verify
 from sglang_dflash.kernels.block import triton as block
@@ -35,5 +36,6 @@ class TritonOps(Ops):
 
     def describe(self) -> dict[str, str]:
         """Return what runs each op, and which thin GEMMs are ours."""
-        found = super().describe()
-        return found | {"thin_linear": f"{found['thin_linear']} ({thin_linear.served()})"}
+        found, card = super().describe(), cards.current()
+        ours = found["thin_linear"] if thin_linear.tiles_on(card) else "library"
+        return found | {"thin_linear": f"{ours} ({thin_linear.served(card)})"}

@@ -10,11 +10,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
+from sglang_dflash.kernels import cards
+from sglang_dflash.kernels.cards import Card
 
 
 @functools.cache
 def launch_options(device_type: str) -> dict[str, Any]:
     """Return the launch options of a kernel with a `PDL` constexpr."""
-    able = device_type == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
-    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+    return options_on(cards.current()) if device_type == "cuda" else {"PDL": False}
+
+
+def options_on(card: Card) -> dict[str, Any]:
+    return {"PDL": True, "launch_pdl": True} if card.has_pdl else {"PDL": False}

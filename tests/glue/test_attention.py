@@ -12,7 +12,8 @@ from torch import nn
 
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.models import verify_backend
-from sglang_dflash.kernels import triton_ops
+from sglang_dflash.kernels import cards, triton_ops
+from sglang_dflash.kernels.cards import Card
 
 # query heads, KV heads, key head dim, value head dim
 Shape = tuple[int, int, int, int]
@@ -78,8 +79,9 @@ def test_mla_keeps_sglangs_kernel_and_the_reason_is_told(
     with caplog.at_level(logging.WARNING):
         serves = install(make_runner(backend, LATENT, EXPANDED, LATENT))
     reason = (
-        "our kernel supports head dims up to 512 and KV heads that divide the query heads, but "
-        "this model has layers of 16 query heads of dim 576 over 1 KV heads"
+        f"on this card ({cards.current()}) our kernel supports head dims up to 512 and KV heads "
+        "that divide the query heads, but this model has layers of 16 query heads of dim 576 over "
+        "1 KV heads"
     )
     assert serves == f"TritonAttnBackend: {reason}"
     assert [record.message for record in caplog.records] == [
@@ -87,6 +89,17 @@ def test_mla_keeps_sglangs_kernel_and_the_reason_is_told(
     ]
     assert "forward_extend" not in vars(backend)
     assert "_update_target_verify_buffers" not in vars(backend)
+
+
+def test_a_card_without_room_for_a_tile_keeps_sglangs_kernel(
+    install: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our kernel would ask for more shared memory than the card has, at the first step."""
+    monkeypatch.setattr(cards, "current", lambda: Card((7, 5)))
+    serves = install(make_runner(make_backend(), GROUPED))
+    assert serves.startswith("TritonAttnBackend: on this card (compute capability 7.5, 64 KiB per")
+    assert "supports head dims up to 64" in serves
+    assert install(make_runner(make_backend(), (8, 2, 64, 64))) == verify_backend.OURS
 
 
 def test_a_mode_of_its_own_keeps_sglangs_kernel(install: Any) -> None:

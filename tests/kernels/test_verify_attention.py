@@ -11,8 +11,9 @@ from sglang_dflash.kernels.attention import reference
 from tests.kernels.interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
 if INTERPRETED or torch.cuda.is_available():
-    from sglang_dflash.kernels.attention.tiles import LayerShape, Tile, can_serve
+    from sglang_dflash.kernels.attention.tiles import LayerShape, Tile, can_serve, choose_tiles
     from sglang_dflash.kernels.attention.verify import VerifyAttention
+    from sglang_dflash.kernels.cards import Card
 
 # enough that a handful of keys is split into several runs
 NUM_SMS = 8
@@ -305,9 +306,11 @@ def test_a_shape_or_dtype_it_was_not_built_for_does_not_fit() -> None:
 @runs_kernel
 def test_a_layer_without_a_tile_is_known_before_anything_is_built() -> None:
     """MLA's multi-query head has a head dim of 576; SGLang's kernel has to serve it."""
-    assert can_serve(LayerShape(16, 1, 512, 512)) and can_serve(LayerShape(16, 16, 192, 128))
-    assert not can_serve(LayerShape(16, 1, 576, 512))
-    assert not can_serve(LayerShape(6, 4, 128, 128))
+    tiles = choose_tiles(Card((9, 0)), torch.bfloat16).wide
+    assert can_serve(LayerShape(16, 1, 512, 512), tiles)
+    assert can_serve(LayerShape(16, 16, 192, 128), tiles)
+    assert not can_serve(LayerShape(16, 1, 576, 512), tiles)
+    assert not can_serve(LayerShape(6, 4, 128, 128), tiles)
     with pytest.raises(AssertionError, match="no tile"):
         build(Case(d=1024, dv=1024))
 

@@ -35,7 +35,7 @@ def install_verify_attention(
     if not isinstance(backend, compat.TritonAttnBackend) or ops.verify_attention is None:
         return type(backend).__name__
     shapes = _layer_shapes(runner.model)
-    foreign = _foreign_mode(backend) or _foreign_layers(shapes)
+    foreign = _foreign_mode(backend) or _foreign_layers(shapes, runner.dtype)
     if foreign is not None:
         logger.warning("DFLASH: SGLang's prefill kernel runs verify attention: %s.", foreign)
         return f"{type(backend).__name__}: {foreign}"
@@ -81,19 +81,22 @@ def _layer_shapes(model: torch.nn.Module) -> list[Any]:
     return sorted(shapes, key=str)
 
 
-def _foreign_layers(shapes: list[Any]) -> str | None:
-    from sglang_dflash.kernels.attention.tiles import TILES, can_serve
+def _foreign_layers(shapes: list[Any], dtype: torch.dtype) -> str | None:
+    from sglang_dflash.kernels import cards
+    from sglang_dflash.kernels.attention.tiles import can_serve, choose_tiles
 
+    card = cards.current()
+    tiles = choose_tiles(card, dtype).wide
     foreign = [
         f"{s.num_q_heads} query heads of dim {s.head_dim} over {s.num_kv_heads} KV heads"
         for s in shapes
-        if not can_serve(s)
+        if not can_serve(s, tiles)
     ]
     if not foreign:
         return None
     return (
-        f"our kernel supports head dims up to {max(TILES)} and KV heads that divide the query "
-        f"heads, but this model has layers of {', '.join(foreign)}"
+        f"on this card ({card}) our kernel supports head dims up to {max(tiles)} and KV heads that "
+        f"divide the query heads, but this model has layers of {', '.join(foreign)}"
     )
 
 

@@ -32,16 +32,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sglang_dflash.kernels import pdl
+from sglang_dflash.kernels import cards, pdl
 from sglang_dflash.kernels.attention.merge import merge_runs
 from sglang_dflash.kernels.attention.runs import count_runs
 from sglang_dflash.kernels.attention.tiles import (
-    NARROW_TILES,
-    TILE_FP32,
-    TILES,
     LayerShape,
     Tile,
     can_serve,
+    choose_tiles,
     count_row_tiles,
     count_value_parts,
     tile_dim,
@@ -233,7 +231,7 @@ class VerifyAttention:
         dtype: torch.dtype,
         device: torch.device | str,
         num_sms: int | None = None,  # queried from the device if not given
-        tiles: Mapping[int, Tile] | None = None,
+        tiles: Mapping[int, Tile] | None = None,  # this card's if not given, as are the narrow
         narrow_tiles: Mapping[int, Tile] | None = None,  # empty if all requests have full blocks
     ) -> None:
         self.max_requests = max_requests
@@ -241,10 +239,9 @@ class VerifyAttention:
         self.dtype = dtype
         if num_sms is None:
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        if tiles is None:
-            tiles = dict.fromkeys(TILES, TILE_FP32) if dtype == torch.float32 else TILES
-        if narrow_tiles is None:
-            narrow_tiles = {} if dtype == torch.float32 else NARROW_TILES
+        chosen = choose_tiles(cards.current(), dtype)
+        tiles = chosen.wide if tiles is None else tiles
+        narrow_tiles = chosen.narrow if narrow_tiles is None else narrow_tiles
         assert all(can_serve(s, tiles) for s in shapes), f"no tile for one of {shapes}"
 
         def plan_launch(shape: LayerShape, tile: Tile, rows: int) -> Launch:
@@ -254,8 +251,8 @@ class VerifyAttention:
 
         self.wide, self.narrow = {}, {}
         for shape in shapes:
-            self.wide[shape] = plan_launch(shape, tiles[tile_dim(shape, tiles)], block_size)
-            tile = narrow_tiles.get(tile_dim(shape, tiles))
+            self.wide[shape] = plan_launch(shape, tiles[tile_dim(shape)], block_size)
+            tile = narrow_tiles.get(tile_dim(shape))
             rows = 0 if tile is None else tile.block_m * shape.num_kv_heads // shape.num_q_heads
             if tile is not None and 0 < rows < block_size:
                 self.narrow[shape] = plan_launch(shape, tile, rows)

@@ -24,7 +24,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sglang_dflash.kernels import pdl
+from sglang_dflash.kernels import cards, pdl
+from sglang_dflash.kernels.cards import Card
 
 MAX_ROWS = 64
 MEASURED_ROWS = 16  # with more, the library's GEMMs did as well
@@ -41,7 +42,7 @@ class Tile:
 
 
 # (N, K) -> tuned on an H200 at 16 rows, except (20480, 5376), which copies its neighbour; other
-# shapes are left to the library
+# shapes are left to the library, and so are other cards, whose libraries were not measured
 TILES: dict[tuple[int, int], Tile] = {
     (16384, 5376): Tile(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=4, prefetch=256),
     (20480, 5376): Tile(block_n=64, block_k=128, splits=1, num_warps=4, num_stages=4, prefetch=256),
@@ -103,13 +104,20 @@ def _prefetch_l2(rows, COUNT: tl.constexpr):
 
 
 def thin_linear(x: Tensor, weight: Tensor) -> Tensor | None:
-    """Triton version of `reference.thin_linear`; None for untuned row counts and shapes."""
-    tile = TILES.get((weight.shape[0], weight.shape[1]))
+    """Triton version of `reference.thin_linear`; None for untuned cards, row counts and shapes."""
+    tile = tiles_on(cards.current()).get((weight.shape[0], weight.shape[1]))
     return None if tile is None or x.shape[0] > MEASURED_ROWS else multiply(x, weight, tile)
 
 
-def served() -> str:
+def tiles_on(card: Card) -> dict[tuple[int, int], Tile]:
+    """Return the tile of each shape that was measured on this kind of card."""
+    return TILES if card == cards.TUNED_ON else {}
+
+
+def served(card: Card) -> str:
     """Return which GEMMs are ours, and what runs the others."""
+    if not tiles_on(card):
+        return f"not measured on {card}"
     shapes = ", ".join(f"{width} x {depth}" for width, depth in TILES)
     return f"up to {MEASURED_ROWS} rows and weights of {shapes}; other GEMMs run in the library"
 
