@@ -6,7 +6,8 @@
 # DRY_RUN=1 prints the command without running it. The block size is the drafter's own unless you
 # pass --speculative-num-draft-tokens. The pair is checked before anything is loaded, memory included:
 # MEM_FRACTION is the fraction of GPU memory for weights and KV, SWA_RATIO the size of the
-# sliding-window pool in tokens, as a fraction of the full-attention pool.
+# sliding-window pool in tokens, as a fraction of the full-attention pool. The drafter's attention
+# backend is chosen by the card unless you pass --speculative-draft-attention-backend.
 # On several GPUs: TP= shares the model out, DP= runs replicas of it, each on TP GPUs. On several
 # machines: NODES= with the same MASTER=host:port on each and its own NODE_RANK=, from 0.
 set -euo pipefail
@@ -64,9 +65,7 @@ module=(sglang.launch_server)
 if [ "${PLAIN:-0}" != 1 ]; then
   args+=(--speculative-algorithm DFLASH --speculative-draft-model-path "$drafter")
   if [ "${SGLANG_DFLASH:-on}" != off ]; then
-    args+=(
-      --attention-backend triton --speculative-draft-attention-backend "${DRAFT_BACKEND:-fa4}"
-    )
+    args+=(--attention-backend triton)
   fi
   # the same server, after a check of the pair
   module=(sglang_dflash serve)

@@ -18,18 +18,6 @@ from sglang_dflash.environment import DFLASH_SPEC_V2, SPEC_V2, Environment
 from sglang_dflash.safetensors_header import read_safetensors_header
 
 NON_CAUSAL_SLIDING = "non-causal sliding_attention"
-# device -> attention backend -> draft layer types it can run; full_attention needs a block without
-# a causal mask, which some backends do not support
-DRAFT_BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
-    "cuda": {
-        "fa4": (*SUPPORTED_LAYER_TYPES, NON_CAUSAL_SLIDING),
-        "fa3": (*SUPPORTED_LAYER_TYPES, NON_CAUSAL_SLIDING),
-        "triton": (*SUPPORTED_LAYER_TYPES, NON_CAUSAL_SLIDING),
-        "flashinfer": SUPPORTED_LAYER_TYPES,
-        "trtllm_mha": (SLIDING,),
-    },
-    "cpu": {"torch_native": (*SUPPORTED_LAYER_TYPES, NON_CAUSAL_SLIDING)},
-}
 
 
 @dataclass(frozen=True)
@@ -306,22 +294,6 @@ def check_pair(drafter: DrafterSpec, target: TargetSpec) -> None:
             f"The drafter {drafter.name} names target layers {list(drafter.target_layer_ids)}; "
             "SGLang delivers each layer once, in order. List them ascending, without repeats."
         )
-
-
-def check_draft_backend(drafter: DrafterSpec, *, device: str, backend: str | None) -> str:
-    """Return the backend if it can run every layer of the drafter on this device."""
-    able = [
-        name
-        for name, types in DRAFT_BACKENDS[device].items()
-        if drafter.attention_kinds() <= set(types)
-    ]
-    if backend not in able:
-        raise ValueError(
-            f"The draft attention backend {backend} cannot run the drafter {drafter.name} on "
-            f"{device} (layers: {', '.join(sorted(drafter.attention_kinds()))}). "
-            f"Pass --speculative-draft-attention-backend {' or '.join(able)}."
-        )
-    return backend
 
 
 def check_features(drafter: DrafterSpec, folder: Path, *, target: TargetSpec) -> None:

@@ -21,10 +21,13 @@ import sglang_dflash
 from sglang_dflash import config as cfg
 from sglang_dflash.checkpoint import check_checkpoint
 from sglang_dflash.commands.memory_plan import FEWEST_TOKENS, GIB, RankMemory, kv_heads
+from sglang_dflash.draft_backends import Place, able_backends
+from sglang_dflash.drafter_config import SUPPORTED_LAYER_TYPES
 from sglang_dflash.environment import Environment
 from sglang_dflash.glue import compat, release
 from sglang_dflash.glue.startup.drafter_format import read_config
 from sglang_dflash.glue.startup.server_args import describe_target
+from sglang_dflash.kernels import cards
 
 
 @dataclass(frozen=True)
@@ -127,14 +130,18 @@ def _gpu() -> Finding:
     if not torch.cuda.is_available():
         return Finding("gpu", "note", "torch sees none", "launch/cpu.sh serves on the CPU.")
     card = torch.cuda.get_device_properties(0)
-    return Finding("gpu", "ok", f"{card.name}, {card.total_memory / GIB:.0f} GiB")
+    return Finding(
+        "gpu", "ok", f"{card.name}, {card.total_memory / GIB:.0f} GiB, {cards.current()}"
+    )
 
 
 def _backends() -> list[Finding]:
     """Check for the modules that the recommended backends import."""
+    place = Place("cuda", cards.current().capability, is_fp32=False)
+    draft = able_backends(SUPPORTED_LAYER_TYPES, place)[0]
     needs = {
         "target attention triton": "triton",
-        "draft attention fa4": "cutlass",
+        f"draft attention {draft}": {"fa4": "cutlass"}.get(draft, draft),
         "grammar backend xgrammar": "xgrammar",
     }
     found = []
@@ -250,7 +257,7 @@ def recommend(
     command = ["python", "-m", "sglang.launch_server", *pair]
     command += ["--speculative-algorithm", "DFLASH"]
     command += ["--speculative-num-draft-tokens", str(drafter.block_size)]
-    command += ["--attention-backend", "triton", "--speculative-draft-attention-backend", "fa4"]
+    command += ["--attention-backend", "triton"]
     command += ["--mem-fraction-static", f"{options.mem_fraction_static:g}"]
     command += ["--swa-full-tokens-ratio", f"{options.swa_full_tokens_ratio:g}"]
     command += ["--tp-size", str(options.tp_size)]

@@ -18,6 +18,8 @@ import torch
 from sglang_dflash.__main__ import main
 from sglang_dflash.glue import compat, release
 from sglang_dflash.glue.contract import Symbol
+from sglang_dflash.kernels import cards
+from sglang_dflash.kernels.cards import Card
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ROOT
 from tests.tiny_models import make_speculators_drafter, make_target, write_hybrid_config
@@ -71,6 +73,21 @@ def test_doctor_names_a_weight_file_that_is_cut_short(
     assert f"{file} is not a complete safetensors file: it is cut short" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("capability", "backend"), [((9, 0), "fa4"), ((12, 0), "triton")], ids=["H200", "RTX 5090"]
+)
+def test_doctor_looks_for_the_backend_that_the_card_drafts_with(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    capability: tuple[int, int],
+    backend: str,
+) -> None:
+    monkeypatch.setattr(cards, "current", lambda: Card(capability))
+    main(["doctor", "--json"])
+    told = [f["name"] for f in json.loads(capsys.readouterr().out)["findings"]]
+    assert [name for name in told if "draft" in name] == [f"draft attention {backend}"]
+
+
 def test_the_command_fits_the_card_that_was_asked_about(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,6 +102,8 @@ def test_the_command_fits_the_card_that_was_asked_about(
     command = launch("--gpu-memory-gb", "24", "--tp-size", "2")
     assert command[:5] == ["python", "-m", "sglang.launch_server", "--model-path", str(target)]
     assert command[command.index("--tp-size") + 1] == "2"
+    # the server chooses it by the card
+    assert "--speculative-draft-attention-backend" not in command
     assert "--trust-remote-code" not in command
     assert "--trust-remote-code" in launch("--gpu-memory-gb", "24", "--trust-remote-code")
     if not torch.cuda.is_available():

@@ -37,6 +37,8 @@ def test_a_pair_is_launched_with_what_was_passed_on() -> None:
     assert f"--speculative-draft-model-path {PAIR[1]}" in shown.stdout
     assert "--attention-backend triton" in shown.stdout and "--port 30000" in shown.stdout
     assert shown.stdout.strip().endswith("--tp-size 1")
+    # the server chooses it by the card
+    assert "--speculative-draft-attention-backend" not in shown.stdout
 
 
 def test_the_command_is_shown_as_a_shell_reads_it() -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from sglang_dflash.glue import compat, seams
 from sglang_dflash.glue.startup.server_args import handle_dflash, read_drafter
+from sglang_dflash.kernels import cards
+from sglang_dflash.kernels.cards import Card
 from sglang_dflash.testing.server import free_port
 from tests.tiny_models import write_hybrid_config
 
@@ -68,6 +70,26 @@ def test_arguments_are_completed(models: Path) -> None:
     assert not args.disable_overlap_schedule
     assert args.min_free_slots_delay == 1
     assert parse(models, "--min-free-slots-delay", "3").min_free_slots_delay == 3
+
+
+ON_GPU = ("--device", "cuda", "--attention-backend", "triton", "--dtype", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("capability", "default"),
+    [((8, 9), "triton"), ((9, 0), "fa4"), ((10, 0), "fa4"), ((12, 0), "triton")],
+    ids=str,
+)
+def test_the_card_chooses_the_drafters_backend(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], default: str
+) -> None:
+    monkeypatch.setattr(cards, "current", lambda: Card(capability))
+    assert parse(models, *ON_GPU).speculative_draft_attention_backend == default
+    asked = ("--speculative-draft-attention-backend", "flashinfer")
+    assert parse(models, *ON_GPU, *asked).speculative_draft_attention_backend == "flashinfer"
+    if default != "fa4":
+        with pytest.raises(ValueError, match=r"fa4 cannot run.*triton or.*or drop it for triton"):
+            parse(models, *ON_GPU, "--speculative-draft-attention-backend", "fa4")
 
 
 def test_the_drafter_is_not_quantised_with_its_target(models: Path) -> None:

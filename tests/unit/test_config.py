@@ -150,14 +150,6 @@ def test_block_size_defaults_to_the_trained_one_and_is_bounded() -> None:
         cfg.resolve_block_size(drafter(), 1)
 
 
-def test_draft_backend_must_run_every_layer() -> None:
-    assert cfg.check_draft_backend(drafter(), device="cuda", backend="fa4") == "fa4"
-    with pytest.raises(ValueError, match="trtllm_mha cannot run.*fa4 or fa3 or triton"):
-        cfg.check_draft_backend(drafter(), device="cuda", backend="trtllm_mha")
-    sliding = drafter(layer_types=["sliding_attention"] * 2)
-    assert cfg.check_draft_backend(sliding, device="cuda", backend="trtllm_mha") == "trtllm_mha"
-
-
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_weights_with_another_number_of_features_are_refused(tmp_path: Path, prefix: str) -> None:
     save_file({f"{prefix}fc.weight": torch.zeros(128, 3 * 128)}, tmp_path / "model.safetensors")

@@ -7,11 +7,16 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sglang_dflash import config as cfg
+from sglang_dflash import draft_backends
+from sglang_dflash.draft_backends import Place, choose_draft_backend
 from sglang_dflash.environment import DETERMINISTIC_PREFILL_ALIGN, Environment
 from sglang_dflash.glue import changes, compat, seams
 from sglang_dflash.glue.startup import width_args
 from sglang_dflash.glue.startup.feature_capture import captures_itself, refuse_recurrent
+from sglang_dflash.kernels import cards
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +53,7 @@ def handle_dflash(server_args: Any) -> None:
     block_size = cfg.resolve_block_size(drafter, _asked_block_size(server_args))
     ARGS.write(server_args, speculative_num_draft_tokens=block_size)
     ARGS.write(server_args, speculative_num_steps=1, speculative_eagle_topk=1)
-    draft_backend = cfg.check_draft_backend(
-        drafter, device=_device_type(server_args), backend=_asked_draft_backend(server_args)
-    )
-    ARGS.write(server_args, speculative_draft_attention_backend=draft_backend)
+    _choose_draft_backend(server_args, drafter, dtype=target_config.dtype)
     _keep_drafter_unquantised(server_args)
     width_args.refuse_narrow_blocks(server_args)
     width_args.bound_requests(server_args)
@@ -66,6 +68,22 @@ def handle_dflash(server_args: Any) -> None:
         "on" if overlap.schedule else "off",
         overlap.reason,
         "on" if overlap.plan_stream else "off",
+    )
+
+
+def _choose_draft_backend(
+    server_args: Any, drafter: cfg.DrafterSpec, *, dtype: torch.dtype
+) -> None:
+    device = _device_type(server_args)
+    capability = cards.current().capability if device == "cuda" else None
+    place = Place(device, capability, is_fp32=dtype == torch.float32)
+    asked = server_args.speculative_draft_attention_backend
+    backend = choose_draft_backend(drafter, place, asked=asked)
+    ARGS.write(server_args, speculative_draft_attention_backend=backend)
+    logger.info(
+        "DFLASH: the drafter's attention runs on %s (%s).",
+        backend,
+        f"the default on {place}" if asked is None else "as asked for",
     )
 
 
@@ -163,9 +181,9 @@ def describe_target(config: Any, *, name: str, context_len: int | None = None) -
 
 def _refuse_unsupported(server_args: Any) -> None:
     device = _device_type(server_args)
-    if device not in cfg.DRAFT_BACKENDS:
+    if device not in draft_backends.BY_DEVICE:
         raise ValueError(
-            f"DFLASH runs on {' and '.join(cfg.DRAFT_BACKENDS)}, not on --device "
+            f"DFLASH runs on {' and '.join(draft_backends.BY_DEVICE)}, not on --device "
             f"{server_args.device}. Serve without --speculative-algorithm DFLASH there."
         )
     asked = {
@@ -249,10 +267,3 @@ def _asked_block_size(server_args: Any) -> int | None:
             "setting. Pass only one."
         )
     return sizes.pop() if sizes else None
-
-
-def _asked_draft_backend(server_args: Any) -> str | None:
-    if server_args.speculative_draft_attention_backend is not None:
-        return server_args.speculative_draft_attention_backend
-    prefill_backend, _ = compat.attention_backends_of(compat.resolved_view(server_args))
-    return prefill_backend
