@@ -145,8 +145,8 @@ def read_usage(cubin: bytes) -> tuple[int, int]:
 
 
 def kv_dtypes(card: Card) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """Return the dtypes of model and KV cache; e4m3 has conversions from 8.9 on."""
-    fp8 = torch.float8_e4m3fn if card.capability >= (8, 9) else torch.float8_e5m2
+    """Return the dtypes of model and KV cache."""
+    fp8 = torch.float8_e4m3fn if card.has_e4m3 else torch.float8_e5m2
     return {
         "bf16": (torch.bfloat16, torch.bfloat16),
         "fp8 KV": (torch.bfloat16, fp8),

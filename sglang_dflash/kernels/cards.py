@@ -51,6 +51,11 @@ class Card:
         """Whether a kernel can start while the previous one finishes (`pdl.py`)."""
         return self.capability >= (9, 0)
 
+    @property
+    def has_e4m3(self) -> bool:
+        """Whether Triton converts from and to this FP8 type; e5m2 it converts on any card."""
+        return self.capability >= (8, 9)
+
     def __str__(self) -> str:
         major, minor = self.capability
         return f"compute capability {major}.{minor}, {self.shared_memory // KIB} KiB per block"

@@ -39,6 +39,7 @@ def handle_dflash(server_args: Any) -> None:
     server_args = seams.settings(server_args)
     _refuse_unsupported(server_args)
     _refuse_endless_wait(server_args)
+    _refuse_unreadable_cache(server_args)
     # before SGLang uses it, so that every field is checked
     drafter = cfg.DrafterSpec.from_config(
         _drafter_config(server_args), name=server_args.speculative_draft_model_path
@@ -249,6 +250,18 @@ def _refuse_endless_wait(server_args: Any) -> None:
             f"aligns prefill chunks to {cut} tokens, so a prompt longer than "
             f"--chunked-prefill-size {chunk} would wait forever. Set --chunked-prefill-size "
             f"{cut}, or {variable}={chunk}."
+        )
+
+
+def _refuse_unreadable_cache(server_args: Any) -> None:
+    """Refuse a KV cache that no Triton kernel can read or write on this card."""
+    if _device_type(server_args) != "cuda" or server_args.kv_cache_dtype != "fp8_e4m3":
+        return
+    card = cards.current()
+    if not card.has_e4m3:
+        raise ValueError(
+            "--kv-cache-dtype fp8_e4m3 needs compute capability 8.9 or later, but this card has "
+            f"{'.'.join(map(str, card.capability))}. Pass --kv-cache-dtype fp8_e5m2, or drop it."
         )
 
 
