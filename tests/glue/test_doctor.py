@@ -162,10 +162,10 @@ def test_doctor_blocks_a_drafter_of_another_kind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((tiny_drafter() / "config.json").read_text())
-    config |= {"architectures": ["DFlashLagunaForCausalLM"], "sample_from_anchor": True}
+    config |= {"architectures": ["DFlashLagunaForCausalLM"], "gating": "per-head"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["doctor", *PAIR[:3], str(tmp_path)]) == 1
-    named = "architectures ['DFlashLagunaForCausalLM'], sample_from_anchor True"
+    named = "architectures ['DFlashLagunaForCausalLM'], gating 'per-head'"
     assert f"does not support: {named}" in capsys.readouterr().out
 
 
