@@ -91,6 +91,14 @@ def test_mla_keeps_sglangs_kernel_and_the_reason_is_told(
     assert "_update_target_verify_buffers" not in vars(backend)
 
 
+def test_attention_sinks_keep_sglangs_kernel(install: Any) -> None:
+    """As in gpt-oss: SGLang's layers hand them to the backend with each call, which would be too
+    late to give up graphs keyed by rows."""
+    runner = make_runner(make_backend(), GROUPED)
+    runner.model.sinks = torch.nn.Parameter(torch.zeros(4))
+    assert install(runner) == "TritonAttnBackend: its layers have attention sinks"
+
+
 def test_a_card_without_room_for_a_tile_keeps_sglangs_kernel(
     install: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,8 @@ def install_verify_attention(
     if not isinstance(backend, compat.TritonAttnBackend) or ops.verify_attention is None:
         return type(backend).__name__
     shapes = _layer_shapes(runner.model)
-    foreign = _foreign_mode(backend) or _foreign_layers(shapes, runner.dtype)
+    foreign = _foreign_mode(backend) or _foreign_attention(runner.model)
+    foreign = foreign or _foreign_layers(shapes, runner.dtype)
     if foreign is not None:
         logger.warning("DFLASH: SGLang's prefill kernel runs verify attention: %s.", foreign)
         return f"{type(backend).__name__}: {foreign}"
@@ -67,6 +68,14 @@ def _foreign_mode(backend: Any) -> str | None:
         return "decode context parallelism shards the KV cache"
     if seams.has_own_slot_numbers(backend):
         return "the unified memory pool has its own slot numbering"
+    return None
+
+
+def _foreign_attention(model: torch.nn.Module) -> str | None:
+    """Return what a model's attention has that our kernel has not. Found out before the graphs: a
+    layer that falls back to SGLang's kernel in one step cannot follow rows that were shared out."""
+    if any(isinstance(getattr(m, "sinks", None), Tensor) for m in model.modules()):
+        return "its layers have attention sinks"
     return None
 
 
