@@ -47,9 +47,9 @@ demo:
 chat:
 	@$(RUN) launch/demo.py --chat
 
-# two files at a time: server start-up takes most of the time and leaves a core idle. One thread
-# each: OpenMP spins at barriers, and two teams on the same cores stall each other
-PYTEST := -m pytest -n 2 --dist loadfile --durations=15
+# three files at a time, on two cores: starting servers takes most of the time, and leaves cores
+# idle. One thread each: OpenMP spins at barriers, and teams on the same cores stall each other
+PYTEST := -m pytest -n 3 --dist loadfile --durations=15
 
 test: venv lint
 	@OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from sglang_dflash.config import DrafterSpec, check_draft_backend
+from sglang_dflash.config import DrafterSpec
+from sglang_dflash.draft_backends import Place, choose_draft_backend
 from sglang_dflash.drafter_config import FULL, SLIDING
 from sglang_dflash.reference import Drafter, DrafterConfig
 from sglang_dflash.reference.model import block_mask
@@ -99,12 +100,13 @@ def test_windows_that_end_within_a_block_are_refused(raw: dict[str, Any]) -> Non
 
 
 def test_non_causal_windows_need_a_backend_that_has_them(raw: dict[str, Any]) -> None:
+    hopper = Place("cuda", (9, 0), is_fp32=False)
     causal = DrafterSpec.from_config(raw, name="drafter")
-    assert check_draft_backend(causal, device="cuda", backend="flashinfer") == "flashinfer"
+    assert choose_draft_backend(causal, hopper, asked="flashinfer") == "flashinfer"
     other = DrafterSpec.from_config({**raw, "sliding_window_non_causal": True}, name="drafter")
-    assert check_draft_backend(other, device="cuda", backend="fa4") == "fa4"
-    with pytest.raises(ValueError, match="non-causal sliding_attention.*fa4 or fa3 or triton"):
-        check_draft_backend(other, device="cuda", backend="flashinfer")
+    assert choose_draft_backend(other, hopper, asked="fa4") == "fa4"
+    with pytest.raises(ValueError, match="non-causal sliding_attention.*fa4 or triton or fa3"):
+        choose_draft_backend(other, hopper, asked="flashinfer")
 
 
 def test_the_oracle_sees_a_whole_block_through_a_non_causal_window() -> None:
