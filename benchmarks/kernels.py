@@ -29,6 +29,7 @@ from torch import Tensor
 
 from benchmarks import op_timing, result_files
 from benchmarks.gpu import Gpu, measure_gpu, replay_us
+from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.kernels import cards, triton_ops
 from sglang_dflash.kernels.attention import reference
 from sglang_dflash.kernels.attention.tiles import LayerShape, Tile, choose_tiles, tile_dim
@@ -396,4 +397,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("kernels", main))

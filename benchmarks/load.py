@@ -33,6 +33,7 @@ import argparse
 import json
 import re
 import shlex
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,7 @@ from benchmarks import (
 )
 from benchmarks.load_points import Questions, RandomPrompts, measure
 from benchmarks.load_report import draw, report
+from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ServerProcess, free_port
 
@@ -365,4 +367,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("load", main))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from benchmarks import result_files
 from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 from sglang_dflash.glue.after_step.exporter import PrometheusExporter
 from sglang_dflash.glue.after_step.stage_clock import STAGES
+from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.metrics import AcceptanceAlarm
 
 BLOCK_SIZE = 16
@@ -116,4 +118,4 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("meter", main))

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -38,6 +39,7 @@ import requests
 from benchmarks import ROOT, batch_load, result_files, sharing, systems
 from benchmarks.recipe_report import reason_of, report
 from benchmarks.systems import SYSTEMS
+from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.testing.server import NO_ANSWER, START_TIMEOUT_S, ServerProcess, free_port
 
@@ -302,4 +304,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("recipes", main))

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -34,6 +35,7 @@ from benchmarks import batch_load, result_files, systems
 from benchmarks.batch_load import SAMPLING, decode_rate, draw_prompts, run_batch
 from benchmarks.systems import SYSTEMS
 from benchmarks.trace_split import report, split
+from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.testing.server import ServerProcess
 
 PROFILED_STEPS = 10
@@ -332,4 +334,4 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("serving", main))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from typing import Any
 from benchmarks import result_files, systems
 from benchmarks.soak_requests import choose_kinds, encode_questions, write_other_weights
 from benchmarks.soak_storm import Outcome, Pair, Storm, warm_up
+from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.testing.server import Server
 
 CONTEXT = "2048"
@@ -189,4 +191,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("soak", main))

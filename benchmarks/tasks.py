@@ -25,6 +25,7 @@ time. Unknown arguments are passed to the servers.
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from benchmarks import ROOT, result_files, sharing, systems
 from benchmarks.systems import SYSTEMS
 from benchmarks.task_questions import Point, Question, Round, ask_all, read_questions, take
 from benchmarks.task_report import Answer, compare, draw, is_right, tables
+from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ServerProcess, free_port
 from sglang_dflash.train.prompts import sha256
@@ -301,4 +303,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("tasks", main))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -31,6 +32,7 @@ import numpy as np
 from benchmarks import ROOT
 from sglang_dflash.commands.memory_plan import BYTES, GIB, RankMemory, kv_bytes_per_token
 from sglang_dflash.costs import GraphCosts
+from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.simulate import DrawnAcceptance
 from sglang_dflash.width import Choice, WidthPolicy
 
@@ -362,4 +364,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("tp_plan", main))

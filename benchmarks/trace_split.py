@@ -14,9 +14,12 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from sglang_dflash.interrupt import end_on_interrupt
 
 STEP, DRAFTED, COMMIT = "_build_block", "_argmax_merge", "_accept_block"
 ATTENTION = ("_attend_runs", "_merge_runs", "_fwd_kernel", "extend_attention")
@@ -118,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("trace_split", main))

@@ -6,11 +6,13 @@ python launch/client.py "Why is the sky blue?" [--no-thinking] [--url URL]
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 import openai
 import requests
 
+from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.metrics import replicas_of, together
 
 
@@ -93,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("client", main))

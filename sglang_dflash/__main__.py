@@ -1,23 +1,57 @@
-"""`python -m sglang_dflash doctor | serve | report | train | convert | drafters`."""
+"""`sglang-dflash doctor | serve | report | train | convert | drafters`, and `python -m sglang_dflash`
+with the same."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
+from sglang_dflash import __version__
+from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.train.arguments import add_train_options, read_invocation
 from sglang_dflash.train.config import Invocation
 from sglang_dflash.train.stop import Stop, run_until_stopped
 
 # required dependencies: no command runs without them
 NEEDED = ("torch", "transformers", "requests", "sglang")
+MODULE = "python -m sglang_dflash"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m sglang_dflash", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+def run_script() -> int:
+    """The installed command `sglang-dflash`."""
+    return main(prog="sglang-dflash")
 
-    doctor = commands.add_parser("doctor", help="check the installation, and whether a pair fits")
+
+def main(arguments: list[str] | None = None, *, prog: str = MODULE) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = make_parser(prog)
+    options, others = parser.parse_known_args(arguments)
+    if others and options.command != "serve":
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    try:
+        return end_on_interrupt(options.command, lambda: run(options, arguments))
+    except ModuleNotFoundError as error:
+        if error.name not in NEEDED:
+            raise
+        parser.exit(1, f"{sys.executable} has no {error.name}. Use a Python that has SGLang.\n")
+
+
+def make_parser(prog: str = MODULE) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="DFlash speculative decoding for SGLang: checks, serving, monitoring, training",
+        epilog="`%(prog)s COMMAND --help` has the options of a command, with an example.",
+    )
+    parser.add_argument("--version", action="version", version=f"sglang-dflash {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    doctor = add_command(
+        commands,
+        "doctor",
+        "check the installation, and whether a pair fits",
+        "--model-path Qwen/Qwen3-8B --speculative-draft-model-path z-lab/Qwen3-8B-DFlash-b16 "
+        "--gpu-memory-gb 80",
+    )
     add_pair_options(doctor)
     doctor.add_argument(
         "--gpu-memory-gb", type=float, help="plan for a card of this size, not the local one"
@@ -29,45 +63,70 @@ def main(arguments: list[str] | None = None) -> int:
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
-    serve = commands.add_parser(
+    serve = add_command(
+        commands,
         "serve",
-        help="run SGLang's server with any of its arguments, if the doctor's checks pass",
-        epilog="Other arguments are passed on to SGLang's server: see python -m "
+        "run SGLang's server with any of its arguments, if the doctor's checks pass",
+        "--model-path Qwen/Qwen3-8B --speculative-algorithm DFLASH "
+        "--speculative-draft-model-path z-lab/Qwen3-8B-DFlash-b16 --port 30000",
+        more="Other arguments are passed on to SGLang's server: see python -m "
         "sglang.launch_server --help",
     )
     add_pair_options(serve)
     serve.set_defaults(gpu_memory_gb=None, contract=False)
 
-    report = commands.add_parser("report", help="live acceptance of a running server")
+    report = add_command(
+        commands,
+        "report",
+        "live acceptance of a running server",
+        "--url http://127.0.0.1:30000 --png report.png",
+    )
     report.add_argument("--url", default="http://127.0.0.1:30000")
     report.add_argument("--interval", type=float, default=2.0, help="seconds between polls")
     report.add_argument(
         "--looks", type=int, default=0, help="stop after this many polls; 0: on Ctrl-C"
     )
-    report.add_argument("--png", help="also write a plot at the end")
+    report.add_argument("--png", help="also write a plot at the end, on Ctrl-C too")
 
-    train = commands.add_parser("train", help="train a drafter for a target")
+    train = add_command(
+        commands,
+        "train",
+        "train a drafter for a target",
+        "--model-path Qwen/Qwen3-4B --prompts prompts.jsonl --out drafter-run --minutes 30",
+    )
     add_train_options(train)
 
-    convert = commands.add_parser(
-        "convert", help="rewrite a drafter in the speculators format, or one of that in ours"
+    convert = add_command(
+        commands,
+        "convert",
+        "rewrite a drafter in the speculators format, or one of that in ours",
+        "drafter-run/drafter speculators-drafter --model-path Qwen/Qwen3-4B",
     )
     convert.add_argument("source", metavar="SRC", help="the drafter's folder, in either format")
     convert.add_argument("destination", metavar="DST", help="a new folder, for the other format")
     convert.add_argument("--model-path", "--model", help="the drafter's target")
 
-    commands.add_parser("drafters", help="print which released drafters are served, and why not")
+    add_command(commands, "drafters", "print which released drafters are served, and why not", "")
+    return parser
 
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options, others = parser.parse_known_args(arguments)
-    if others and options.command != "serve":
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
-    try:
-        return run(options, arguments)
-    except ModuleNotFoundError as error:
-        if error.name not in NEEDED:
-            raise
-        parser.exit(1, f"{sys.executable} has no {error.name}. Use a Python that has SGLang.\n")
+
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    does: str,
+    example: str,
+    *,
+    more: str = "",
+) -> argparse.ArgumentParser:
+    """Add a command whose help ends with an example."""
+    shown = f"example:\n  %(prog)s {example}".rstrip()
+    return commands.add_parser(
+        name,
+        help=does,
+        description=f"{does[0].upper()}{does[1:]}.",
+        epilog=f"{more}\n\n{shown}" if more else shown,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:

@@ -195,9 +195,9 @@ def run_report(options: argparse.Namespace) -> int:
                 time.sleep(options.interval)
             looks.append(look_at(options.url))
             print(f"{clear}{chart(looks)}\n", flush=True)
-    except KeyboardInterrupt:
-        pass
-    if options.png and looks:
-        draw(looks, options.png)
-        print(f"drawn: {options.png}")
+    finally:
+        # Ctrl-C is a usual end
+        if options.png and looks:
+            draw(looks, options.png)
+            print(f"drawn: {options.png}")
     return 0

@@ -8,6 +8,7 @@ Prompts come from the held-out split of the tiny pair's corpus.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs.tiny_corpus.corpus import draw_exchanges, sample_prompts
 from sglang_dflash.reference.generate import Generation, generate, generate_plain
 from sglang_dflash.reference.model import Drafter
@@ -114,4 +116,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("evaluate_tiny", main))

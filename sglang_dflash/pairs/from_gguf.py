@@ -19,6 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_dflash.interrupt import end_on_interrupt
+
 if TYPE_CHECKING:
     from tokenizers.normalizers import Normalizer
     from tokenizers.pre_tokenizers import PreTokenizer
@@ -244,4 +246,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("from_gguf", main))

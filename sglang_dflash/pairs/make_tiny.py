@@ -8,6 +8,7 @@ Writes DIR/target and DIR/drafter. About twelve minutes on two CPU cores.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs.evaluate_tiny import evaluate
 from sglang_dflash.pairs.save import export_drafter, export_target, round_to_bfloat16
 from sglang_dflash.pairs.tiny_corpus.corpus import (
@@ -194,4 +196,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("make_tiny", main))

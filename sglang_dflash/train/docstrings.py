@@ -12,9 +12,12 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import sys
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from sglang_dflash.interrupt import end_on_interrupt
 
 ASKS = "Write the body of this Python function:\n```python\n{}\n```"
 # characters of a docstring: shorter ones say too little, longer ones are manuals
@@ -76,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("docstrings", main))

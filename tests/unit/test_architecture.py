@@ -39,6 +39,7 @@ ALLOWED = {
     "drafter_config": {"speculators_format"},
     "environment": set(),
     "heartbeat": set(),
+    "interrupt": set(),
     "config": {"drafter_config", "environment", "safetensors_header"},
     "draft_backends": {"config", "drafter_config"},
     "metrics": {"environment"},
@@ -90,18 +91,19 @@ ALLOWED = {
         "speculators_format",
         "train",
     },
-    "__main__": {"commands", "train"},
+    "__main__": {"__version__", "commands", "interrupt", "train"},
     # an oracle shares no arithmetic with the code it judges, only the list of accepted configs
     "reference": {"drafter_config", "reference", "speculators_format"},
-    "pairs": {"pairs"},
+    "pairs": {"interrupt", "pairs"},
     # the trainer is for any target: it knows neither the shipped pairs nor the tiny one's corpus
-    "train": {"train", "reference"},
+    "train": {"interrupt", "reference", "train"},
     # templates and tables; prompts and chats are generated without torch, so without the trainer
     "pairs/tiny_corpus": {"pairs/tiny_corpus"},
     "pairs/save": {"reference"},
     # the two programs that evaluate and make the tiny pair, with the trainer
-    "pairs/evaluate_tiny": {"pairs/tiny_corpus", "reference", "train"},
+    "pairs/evaluate_tiny": {"interrupt", "pairs/tiny_corpus", "reference", "train"},
     "pairs/make_tiny": {
+        "interrupt",
         "pairs/evaluate_tiny",
         "pairs/save",
         "pairs/tiny_corpus",
