@@ -3,6 +3,7 @@
 # make test   install and run every test that this machine can run, and a part of them on the oldest
 #             SGLang that is served
 # make smoke  serve every recipe family on this machine's GPU: start-up, exactness, step time
+# make release   the wheel, and the pairs' weights as a file of their own, into dist/
 # the newest and the oldest release of SGLang that are served (sglang_dflash/glue/release.py)
 NEWEST := 0.5.23
 OLDEST := 0.5.17
@@ -39,7 +40,7 @@ ANSWERS := import os, sys, threading, urllib.request; \
   clock = threading.Timer(3, os._exit, [1]); clock.daemon = True; clock.start(); \
   urllib.request.urlopen(sys.argv[1])
 
-.PHONY: demo chat test test-oldest smoke lint venv environment clean
+.PHONY: demo chat test test-oldest smoke lint venv environment release clean
 
 demo:
 	@$(RUN) launch/demo.py
@@ -70,7 +71,8 @@ lint: venv
 venv: $(VENV)/.installed
 	@:
 
-# torch and torchvision are pinned together; SGLang is installed without its own pins
+# torch and torchvision are pinned together; SGLang is installed without its own pins. setuptools is
+# pinned too: building with it, not in isolation, needs no network
 $(VENV)/.installed: requirements-cpu.txt $(REQUIREMENTS) pyproject.toml
 	@$(MAKE) --no-print-directory environment
 	$(BIN)/pip install --progress-bar on -r $(REQUIREMENTS)
@@ -93,5 +95,11 @@ environment:
 	  echo "$(TORCH_INDEX) has no such torch: it comes from where pip finds it"; \
 	fi
 
+# setuptools would add what an earlier build has left
+release: venv
+	rm -rf build dist
+	$(BIN)/pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -m sglang_dflash.pairs.release_file pack dist
+
 clean:
-	rm -rf $(VENV) $(OLDEST_VENV) build *.egg-info
+	rm -rf $(VENV) $(OLDEST_VENV) build dist *.egg-info

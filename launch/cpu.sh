@@ -12,12 +12,13 @@ if ! command -v "$python" >/dev/null; then
 fi
 "$python" "$root/launch/has_sglang.py"
 package=$root/sglang_dflash
+pairs=${SGLANG_DFLASH_PAIRS:-$package/pairs}
 # SGLang's own CPU switch; it also enables our fallbacks for what SGLang lacks on a CPU
 export SGLANG_USE_CPU_ENGINE=1
 export PYTHONPATH=$package/glue/cpu/path${PYTHONPATH:+:$PYTHONPATH}
 # later arguments win, so each default can be overridden from the command line
 args=(
-  --model-path "$package/pairs/tiny/target"
+  --model-path "$pairs/tiny/target"
   --device cpu --attention-backend torch_native --dtype float32
   --disable-cuda-graph --skip-server-warmup --sleep-on-idle
   --max-total-tokens 16384 --max-running-requests 16
@@ -27,6 +28,6 @@ if [ "${PLAIN:-0}" = 1 ] || [ "${OVERLAP:-0}" != 1 ]; then
   args+=(--disable-overlap-schedule)
 fi
 if [ "${PLAIN:-0}" != 1 ]; then
-  args+=(--speculative-algorithm DFLASH --speculative-draft-model-path "$package/pairs/tiny/drafter")
+  args+=(--speculative-algorithm DFLASH --speculative-draft-model-path "$pairs/tiny/drafter")
 fi
 exec "$python" -m sglang.launch_server "${args[@]}" "$@"

@@ -55,10 +55,7 @@ class Pair:
     target: str
     drafter: str
     cpu_block: int | None = None  # block size on a CPU; None: the drafter's own
-
-    @property
-    def is_tiny(self) -> bool:
-        return self.target == str(tiny_target())
+    is_tiny: bool = False
 
     @property
     def questions(self) -> tuple[str, ...]:
@@ -129,12 +126,16 @@ def choose_pair(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         parser.error(
             "--tiny is a pair of its own: drop it, or drop --model-path and --draft-model-path"
         )
-    if options.tiny:
-        return Pair(str(tiny_target()), str(tiny_drafter()))
     if all(given):
         return Pair(*given)
     try:
-        return Pair(str(smollm2_target()), str(smollm2_drafter()), CPU_BLOCK)
+        if options.tiny:
+            return Pair(str(tiny_target()), str(tiny_drafter()), is_tiny=True)
+        # before the target, which may be a download
+        drafter = str(smollm2_drafter())
+        return Pair(str(smollm2_target()), drafter, CPU_BLOCK)
+    except FileNotFoundError as error:
+        sys.exit(f"demo: {error}")
     except RuntimeError as error:
         sys.exit(f"demo: {error} `python launch/demo.py --tiny` needs no download.")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 # ours
 SWITCH = "SGLANG_DFLASH"
@@ -18,6 +19,7 @@ ALARM = "SGLANG_DFLASH_ALARM"
 ALARM_WINDOW = "SGLANG_DFLASH_ALARM_WINDOW"
 RANK_PATIENCE = "SGLANG_DFLASH_RANK_PATIENCE"
 DEFAULT_PATIENCE = 30  # seconds
+PAIRS = "SGLANG_DFLASH_PAIRS"
 DEFAULT_ALARM = 1.5  # tokens per step; below it a block costs more than it gains
 DEFAULT_WINDOW = 1000  # verify steps, counted per request
 
@@ -120,6 +122,12 @@ class Environment:
     def rank_patience(self) -> float:
         """Seconds after which a rank that does not answer ends the server; 0 for never."""
         return self._number(RANK_PATIENCE, DEFAULT_PATIENCE, least=0.0)
+
+    @property
+    def pairs_folder(self) -> Path | None:
+        """Folder with the project's own pairs; None to look for them in the usual places."""
+        value = self.values.get(PAIRS)
+        return Path(value).expanduser() if value else None
 
     def prefill_align(self, backend: str) -> int:
         """Alignment in tokens of SGLang's prefill chunks in deterministic mode on this backend."""

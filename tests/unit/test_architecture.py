@@ -94,12 +94,13 @@ ALLOWED = {
     "__main__": {"__version__", "commands", "interrupt", "train"},
     # an oracle shares no arithmetic with the code it judges, only the list of accepted configs
     "reference": {"drafter_config", "reference", "speculators_format"},
-    "pairs": {"interrupt", "pairs"},
+    "pairs": {"environment", "interrupt", "pairs"},
     # the trainer is for any target: it knows neither the shipped pairs nor the tiny one's corpus
     "train": {"interrupt", "reference", "train"},
     # templates and tables; prompts and chats are generated without torch, so without the trainer
     "pairs/tiny_corpus": {"pairs/tiny_corpus"},
     "pairs/save": {"reference"},
+    "pairs/release_file": {"__version__", "environment", "interrupt", "pairs"},
     # the two programs that evaluate and make the tiny pair, with the trainer
     "pairs/evaluate_tiny": {"interrupt", "pairs/tiny_corpus", "reference", "train"},
     "pairs/make_tiny": {
