@@ -41,3 +41,20 @@ def test_the_status_is_that_of_the_work(capsys: pytest.CaptureFixture[str]) -> N
     assert end_on_interrupt("some", lambda: None) == 0
     assert end_on_interrupt("some", interrupt) == 130
     assert capsys.readouterr().err == "some: stopped\n"
+
+
+def test_an_import_that_fails_for_the_signal_is_no_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """transformers reports an interrupted import as a module that is not there."""
+
+    def import_something() -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ModuleNotFoundError("no module") from None
+        return 0
+
+    assert end_on_interrupt("some", import_something) == 130
+    assert capsys.readouterr().err == "some: stopped\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
