@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from sglang_dflash import __version__, pairs
 from sglang_dflash.pairs import release_file
@@ -167,3 +170,21 @@ def test_the_extras_have_what_is_imported() -> None:
     needed = third_party("train") | third_party("pairs") | third_party("reference")
     assert needed - {"torch", "transformers"} == extras["train"]
     assert third_party("commands") - {"torch", "transformers", "requests"} == extras["plots"]
+
+
+def test_pre_commit_and_the_forge_run_what_make_runs() -> None:
+    """A commit that passed here would otherwise fail there, with other versions or options."""
+    makefile = (ROOT / "Makefile").read_text()
+    [lint] = re.findall(r"^lint: venv\n\t@(.*)$", makefile, re.M)
+    hooks = re.findall(r"^ +entry: (.*)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.M)
+    assert hooks == lint.replace("$(BIN)", ".venv/bin").split(" && ")
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    [versions] = re.findall(r"^ +python: (\[.*\])$", workflow, re.M)
+    served = SpecifierSet(PROJECT["requires-python"])
+    assert json.loads(versions) == [f"3.{n}" for n in range(30) if served.contains(f"3.{n}")]
+    assert re.search(r"^ +- run: make test PYTHON=python$", workflow, re.M)
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    [first, *_] = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert first == __version__
