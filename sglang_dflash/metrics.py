@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,7 +153,21 @@ def together(replicas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     for part in parts:
         meter.add(part["acceptance"])
     sums = {name: sum(part[name] for part in parts) for name in ("alarms", "free_kv_slots")}
-    return {**first, **sums, "acceptance": meter.snapshot()}
+    merged = {**first, **sums, "acceptance": meter.snapshot()}
+    # a server of an earlier version reports no stages
+    if all("stages" in part for part in parts):
+        merged["stages"] = add_stages([part["stages"] for part in parts])
+    return merged
+
+
+def add_stages(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the steps and the seconds by stage of all replicas."""
+    return {
+        "steps": sum(part["steps"] for part in parts),
+        "seconds": {
+            stage: sum(part["seconds"][stage] for part in parts) for stage in parts[0]["seconds"]
+        },
+    }
 
 
 @dataclass

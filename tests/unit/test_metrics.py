@@ -60,7 +60,12 @@ def replica(dp_rank: int, steps: list[tuple[int, int]]) -> dict[str, Any]:
     meter = AcceptanceMeter(block_size=4)
     for num_correct, committed in steps:
         meter.record(num_correct, committed)
-    counts = {"alarms": dp_rank, "free_kv_slots": 100, "acceptance": meter.snapshot()}
+    counts = {
+        "alarms": dp_rank,
+        "free_kv_slots": 100,
+        "acceptance": meter.snapshot(),
+        "stages": {"steps": 2, "seconds": {"draft": 0.25, "verify": 1.0 + dp_rank}},
+    }
     return {"sglang_dflash": {"dp_rank": dp_rank, "ops": "torch", **counts}}
 
 
@@ -78,6 +83,7 @@ def test_replicas_are_named_and_summed() -> None:
         meter.record(num_correct, committed)
     assert both["acceptance"] == meter.snapshot()
     assert (both["alarms"], both["free_kv_slots"], both["ops"]) == (1, 200, "torch")
+    assert both["stages"] == {"steps": 4, "seconds": {"draft": 0.5, "verify": 3.0}}
     assert replicas_of({"internal_states": [{}, {}]}) == {}
 
 

@@ -24,6 +24,7 @@ def describe_server(original: Any, scheduler: Any, recv_req: Any) -> Any:
             "dp_rank": seams.dp_rank(scheduler),
             "acceptance": worker.book.meter.snapshot(),
             "alarms": worker.book.alarm.raised,
+            "stages": worker.book.clock.snapshot(),
             "free_kv_slots": scheduler.token_to_kv_pool_allocator.available_size(),
             "changes": changes.listed(),
         }

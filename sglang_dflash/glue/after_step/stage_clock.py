@@ -26,6 +26,10 @@ class StageClock:
         """Tell the listener the seconds of every step, in order."""
         self._listener = listener
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return the seconds of each stage so far, and the steps they were spent in."""
+        return {"steps": self.steps, "seconds": dict(self.seconds)}
+
     def mark(self) -> None:
         """Mark a stage boundary: four marks make a step."""
         moment: Any = time.perf_counter()
