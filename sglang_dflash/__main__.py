@@ -4,6 +4,7 @@ with the same."""
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 
 from sglang_dflash import __version__
@@ -79,14 +80,24 @@ def make_parser(prog: str = MODULE) -> argparse.ArgumentParser:
         commands,
         "report",
         "live acceptance of a running server",
-        "--url http://127.0.0.1:30000 --png report.png",
+        "--url http://127.0.0.1:30000 --web",
     )
-    report.add_argument("--url", default="http://127.0.0.1:30000")
-    report.add_argument("--interval", type=float, default=2.0, help="seconds between polls")
+    report.add_argument(
+        "--url",
+        nargs="+",
+        default=["http://127.0.0.1:30000"],
+        help="the server; with --web also several",
+    )
+    report.add_argument("--interval", type=seconds, default=2.0, help="seconds between polls")
     report.add_argument(
         "--looks", type=int, default=0, help="stop after this many polls; 0: on Ctrl-C"
     )
     report.add_argument("--png", help="also write a plot at the end, on Ctrl-C too")
+    report.add_argument(
+        "--web", action="store_true", help="serve a live page instead, until Ctrl-C"
+    )
+    report.add_argument("--host", default="127.0.0.1", help="address of the page")
+    report.add_argument("--port", type=int, default=8080, help="port of the page; 0: any free one")
 
     train = add_command(
         commands,
@@ -150,6 +161,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         from sglang_dflash.commands.drafters import run_drafters
 
         return run_drafters()
+    if options.web:
+        from sglang_dflash.commands.web import run_web
+
+        return run_web(options)
     from sglang_dflash.commands.report import run_report
 
     return run_report(options)
@@ -159,6 +174,14 @@ def run_train(options: argparse.Namespace, invocation: Invocation, stop: Stop) -
     from sglang_dflash.commands import train
 
     return train.run_train(options, invocation, stop)
+
+
+def seconds(text: str) -> float:
+    """Read a time to wait."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a time to wait: pass more than 0 seconds")
+    return value
 
 
 def add_pair_options(parser: argparse.ArgumentParser) -> None:

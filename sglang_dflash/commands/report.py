@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import requests
-
-from sglang_dflash.metrics import replicas_of, together
+from sglang_dflash.commands.ask import NoReport, ask, full_url
+from sglang_dflash.metrics import together
 
 LINE_LENGTH = 100
 
@@ -33,26 +32,10 @@ class Look:
 
 def look_at(url: str) -> Look:
     """Query a server. Raise SystemExit with advice if there is nothing to report."""
-    url = url if "://" in url else f"http://{url}"
     try:
-        response = requests.get(f"{url}/server_info", timeout=10)
-        response.raise_for_status()
-    except requests.HTTPError as error:
-        raise SystemExit(
-            f"{url} is not an SGLang server ({error}). Pass the --url of one."
-        ) from None
-    except requests.RequestException:
-        raise SystemExit(
-            f"No SGLang server answers at {url}. Start one, or pass its --url."
-        ) from None
-    replicas = replicas_of(response.json())
-    if not replicas:
-        raise SystemExit(
-            f"The server at {url} runs without our DFLASH. Start it with --speculative-algorithm "
-            "DFLASH, sglang-dflash installed and SGLANG_DFLASH unset."
-        )
-    for replica in replicas.values():
-        _complete(replica["acceptance"])
+        replicas = ask(full_url(url)).replicas
+    except NoReport as error:
+        raise SystemExit(str(error)) from None
     ours = together(replicas)
     numbers = ours["acceptance"]
     return Look(
@@ -64,14 +47,6 @@ def look_at(url: str) -> Look:
         alarms=ours["alarms"],
         details=_lines(replicas) if len(replicas) > 1 else _width_lines(ours),
     )
-
-
-def _complete(acceptance: dict[str, Any]) -> None:
-    """Add what a server of an earlier version does not count: it verified full blocks, and expected
-    nothing."""
-    others = [0] * (len(acceptance["histogram"]) - 1)
-    acceptance.setdefault("at_width", [*others, acceptance["verify_steps"]])
-    acceptance.setdefault("expected_tokens", 0.0)
 
 
 def _lines(replicas: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -187,13 +162,18 @@ def draw(looks: list[Look], path: str) -> None:
 
 
 def run_report(options: argparse.Namespace) -> int:
+    if len(options.url) > 1:
+        raise SystemExit(
+            f"The report in the terminal is of one server, not of {len(options.url)}. "
+            "Pass one --url, or --web to watch all."
+        )
     looks: list[Look] = []
     clear = "\033[H\033[2J" if sys.stdout.isatty() else ""
     try:
         while not options.looks or len(looks) < options.looks:
             if looks:
                 time.sleep(options.interval)
-            looks.append(look_at(options.url))
+            looks.append(look_at(options.url[0]))
             print(f"{clear}{chart(looks)}\n", flush=True)
     finally:
         # Ctrl-C is a usual end
