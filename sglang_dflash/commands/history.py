@@ -186,13 +186,15 @@ class History:
     def data(self) -> dict[str, Any]:
         """Return what the page shows."""
         last = self._polls[-1].replicas if self._polls else {}
+        # when no replica answers, those that did before
+        known = next((poll.replicas for poll in reversed(self._polls) if poll.replicas), {})
         seen = list(dict.fromkeys(name for poll in self._polls for name in poll.replicas))
         return {
             "window_s": WINDOW_S,
             "servers": self._servers,
             "at": [round(poll.at, 2) for poll in self._polls],
             "replicas": [self._shown(name, [name], name in last) for name in seen],
-            "all": self._shown(ALL, list(last), bool(last)),
+            "all": self._shown(ALL, list(known), bool(last)),
         }
 
     def _shown(self, name: str, parts: Sequence[str], answers: bool) -> dict[str, Any]:
@@ -210,10 +212,10 @@ class History:
         seconds = max(recent[-1].at - recent[0].at, 1e-3) if recent else WINDOW_S
         gained, states = Counts(), []
         for part in parts:
-            found = [poll.replicas[part] for poll in recent if part in poll.replicas]
+            states += [p.replicas[part] for p in reversed(self._polls) if part in p.replicas][:1]
+            found = [poll.replicas[part].counts for poll in recent if part in poll.replicas]
             if found:
-                gained = gained.plus(found[-1].counts.since(found[0].counts))
-                states.append(found[-1])
+                gained = gained.plus(found[-1].since(found[0]))
         capacities = [state.capacity for state in states]
         return {
             "block_size": max((state.block_size for state in states), default=0),

@@ -6,15 +6,22 @@ import json
 import re
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
+from sglang_dflash.commands.history import History
+from sglang_dflash.commands.web import listen
 from sglang_dflash.glue import seams
 from sglang_dflash.testing.server import ROOT, Server
+from tests.browser import BROWSERS, browse, find_browser
 from tests.conftest import HAS_GPU
 from tests.e2e.conftest import METERED_TOKENS as NEW_TOKENS
 
@@ -252,3 +259,56 @@ def test_report_charts_a_running_server(measured: Server, tmp_path: Path) -> Non
 def test_report_says_what_is_wrong(plain: Server) -> None:
     assert "runs without our DFLASH" in command("report", "--url", plain.url).stderr
     assert "No SGLang server answers" in command("report", "--url", "http://127.0.0.1:9").stderr
+
+
+@contextmanager
+def live_page(*urls: str) -> Iterator[str]:
+    """Serve the live page on these servers, from the moment when each has been asked."""
+    with listen(History(urls), "127.0.0.1", 0, 0.2) as page:
+        threading.Thread(target=page.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{page.server_port}"
+        wait_for(url, lambda data: data["at"])
+        yield url
+        page.shutdown()
+
+
+def wait_for(url: str, holds: Callable[[dict[str, Any]], Any]) -> None:
+    end = time.monotonic() + 30
+    while not holds(data := requests.get(f"{url}/data", timeout=10).json()):
+        assert time.monotonic() < end, data
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def browser() -> str:
+    found = find_browser()
+    if found is None:
+        pytest.skip(f"needs {' or '.join(BROWSERS)} (Debian: apt install chromium)")
+    return found
+
+
+def test_the_live_page_draws_what_the_server_reports(
+    measured: Server, prompts: list[list[int]], browser: str, tmp_path: Path
+) -> None:
+    """Two right drafts in each of twenty full blocks: accept length 3, width 16."""
+    with live_page(measured.url) as url:
+        run(measured, prompts, ["right2"], ignore_eos=True)
+        wait_for(url, lambda data: data["all"]["steps"] == 20)
+        page = browse(browser, url, tmp_path)
+    assert page.values("data-state") == [], page.text
+    assert "last minute: 3.00" in page.text and "fixed at 16" in page.text
+    for quantity in ("accept length", "verify width", "draft", "verify", "commit", "free"):
+        assert quantity in page.values("data-series")
+    accepted, committed = page.values("data-bar")[: BLOCK - 1], page.values("data-bar")[BLOCK - 1 :]
+    assert accepted == ["1", "1", *["0"] * (BLOCK - 3)]
+    assert committed == ["0", "0", "1", *["0"] * (BLOCK - 3)]
+
+
+def test_the_live_page_says_why_it_has_nothing_to_show(
+    plain: Server, browser: str, tmp_path: Path
+) -> None:
+    with live_page(plain.url, "http://127.0.0.1:9") as url:
+        page = browse(browser, url, tmp_path)
+    assert page.values("data-state") == ["no dflash", "unreachable"]
+    assert f"The server at {plain.url} runs without our DFLASH." in page.text
+    assert "No SGLang server answers at http://127.0.0.1:9." in page.text

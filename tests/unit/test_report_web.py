@@ -194,6 +194,8 @@ def test_each_state_of_a_server_is_named(fake: FakeServer, history: History) -> 
     [server] = history.data()["servers"]
     assert server["message"].startswith(f"No SGLang server answers at {fake.url}")
     assert server["model"] == "some/target" and server["answered_at"] is not None
+    whole = history.data()["all"]
+    assert (whole["answers"], whole["block_size"], whole["capacity"]) == (False, 4, 200)
 
 
 def test_a_server_from_before_the_stages_is_shown_without_them(
