@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -146,9 +146,21 @@ class History:
 
     def poll(self) -> None:
         """Ask every server, all at a time."""
-        with ThreadPoolExecutor(len(self._urls)) as pool:
-            answers = list(pool.map(_ask, self._urls))
-        self.add(answers, self._clock())
+        answers: dict[str, Answer | NoReport] = {}
+
+        def look(url: str) -> None:
+            try:
+                answers[url] = ask(url)
+            except NoReport as error:
+                answers[url] = error
+
+        # not a pool, whose threads would hold up Ctrl-C until the slowest server has answered
+        threads = [threading.Thread(target=look, args=[url], daemon=True) for url in self._urls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.add([answers[url] for url in self._urls], self._clock())
 
     def add(self, answers: Sequence[Answer | NoReport], at: float) -> None:
         """Keep the answers of all servers to one poll."""
@@ -227,13 +239,6 @@ class History:
             "accepted_at": [_ratio(count, gained.steps) for count in gained.accepted_at],
             "survival": _mean([state.survival for state in states if state.survival]),
         }
-
-
-def _ask(url: str) -> Answer | NoReport:
-    try:
-        return ask(url)
-    except NoReport as error:
-        return error
 
 
 def _server(before: Mapping[str, Any], answer: Answer | NoReport, at: float) -> dict[str, Any]:

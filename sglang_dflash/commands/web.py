@@ -83,14 +83,16 @@ def run_web(options: argparse.Namespace) -> int:
     if options.png or options.looks:
         raise SystemExit("--png and --looks are for the report in the terminal. Omit --web.")
     urls = list(dict.fromkeys(full_url(url) for url in options.url))
-    with listen(History(urls), options.host, options.port, options.interval) as page:
-        host = f"[{options.host}]" if ":" in options.host else options.host
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        listen(History(urls), options.host, options.port, options.interval) as page,
+    ):
         print(
             f"Watching {', '.join(urls)}: open http://{host}:{page.server_port} (Ctrl-C ends it)",
             flush=True,
         )
-        with contextlib.suppress(KeyboardInterrupt):
-            page.serve_forever()
+        page.serve_forever()
     return 0
 
 

@@ -17,6 +17,7 @@ import pytest
 import requests
 
 from sglang_dflash.__main__ import main
+from sglang_dflash.commands.ask import ANSWER_S
 from sglang_dflash.commands.history import ALL, History
 from sglang_dflash.commands.web import listen
 from sglang_dflash.metrics import AcceptanceMeter
@@ -267,19 +268,24 @@ def test_the_terminal_takes_one_server() -> None:
         main(["report", "--url", "a:1", "b:1", "--looks", "1"])
 
 
-def test_ctrl_c_ends_it_cleanly(fake: FakeServer) -> None:
-    port = free_port()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "sglang_dflash", "report", "--web", "--port", str(port)]
-        + ["--url", fake.url],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    assert process.stdout is not None
-    said = process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
-    assert said.startswith(f"Watching {fake.url}: open http://127.0.0.1:{port} ")
+def test_ctrl_c_ends_it_at_once() -> None:
+    """Even while a server that is asked takes its time to answer."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url, port = f"http://127.0.0.1:{silent.getsockname()[1]}", free_port()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sglang_dflash", "report", "--web", "--url", url]
+            + ["--port", str(port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        # less than a server has for its answer
+        _, errors = process.communicate(timeout=ANSWER_S - 2)
+    assert said.startswith(f"Watching {url}: open http://127.0.0.1:{port} ")
     assert (process.returncode, errors) == (0, "")
