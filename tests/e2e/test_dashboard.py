@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -15,9 +16,12 @@ import requests
 from sglang_dflash.testing.server import ROOT, Server, free_port
 
 OBSERVABILITY = ROOT / "launch" / "observability"
+DASHBOARD = json.loads((OBSERVABILITY / "grafana-dashboard.json").read_text())
+# Grafana puts this for "All"
+VARIABLE = re.compile(r"\$(model|instance|replica)\b")
 QUERIES = {
-    (panel["title"], target["refId"]): target["expr"]
-    for panel in json.loads((OBSERVABILITY / "grafana-dashboard.json").read_text())["panels"]
+    (panel["title"], target["refId"]): VARIABLE.sub(".*", target["expr"])
+    for panel in DASHBOARD["panels"]
     for target in panel["targets"]
 }
 
@@ -34,6 +38,12 @@ def scrapes(port: int) -> int:
     return max((int(series["value"][1]) for series in result), default=0)
 
 
+def stream(server: Server, prompt: list[int]) -> None:
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 40}, "stream": True}
+    with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=60) as response:
+        assert list(response.iter_lines())[-2:], "an answer that has ended"
+
+
 @pytest.fixture(scope="module")
 def prometheus(
     measured: Server, tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]
@@ -46,6 +56,7 @@ def prometheus(
     assert "127.0.0.1:30000" in shipped
     config = shipped.replace("127.0.0.1:30000", f"127.0.0.1:{measured.port}")
     (folder / "prometheus.yml").write_text(config.replace("interval: 5s", "interval: 3s"))
+    shutil.copy(OBSERVABILITY / "alerts.yml", folder)
     process = subprocess.Popen(
         [
             "prometheus",
@@ -61,6 +72,8 @@ def prometheus(
         end = time.monotonic() + 60
         while time.monotonic() < end and scrapes(port) < 4:
             measured.generate_all(prompts[:3], max_new_tokens=40)
+            # only a streamed answer has a time between tokens
+            stream(measured, prompts[3])
             time.sleep(0.5)
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -88,3 +101,58 @@ def test_the_dashboard_agrees_with_the_server(prometheus: str) -> None:
     )
     [series] = response.json()["data"]["result"]
     assert 1.0 <= float(series["value"][1]) <= 16.0
+
+
+@pytest.mark.parametrize("name", ["model", "instance"])
+def test_the_variables_of_the_dashboard_have_choices(prometheus: str, name: str) -> None:
+    """A replica has a label only where there are several."""
+    [variable] = [each for each in DASHBOARD["templating"]["list"] if each["name"] == name]
+    found = re.fullmatch(r"label_values\((\{.*\}), (\w+)\)", variable["query"]["query"])
+    assert found is not None
+    response = requests.get(
+        f"{prometheus}/api/v1/label/{found[2]}/values",
+        params={"match[]": VARIABLE.sub(".*", found[1])},
+        timeout=20,
+    )
+    assert len(response.json()["data"]) == 1
+
+
+def test_every_panel_says_what_it_shows() -> None:
+    assert all(panel["description"] for panel in DASHBOARD["panels"])
+
+
+ALERTS = {
+    "SGLangServerDown": ('up{job="sglang",instance="a"}', "0x30"),
+    "DFlashAcceptanceAlarm": ('sglang:dflash_alarms_total{instance="a"}', "0x25 1x5"),
+    "SGLangRequestsWait": ('sglang_num_queue_reqs{instance="a"}', "3x30"),
+}
+STEPS = ('sglang:dflash_verify_steps_total{instance="a"}', "0+100x30")
+COMMITTED = "sglang:dflash_committed_tokens_total"
+
+
+def firing(folder: Path, name: str, series: list[tuple[str, str]]) -> bool:
+    """Return whether an alert fires after half an hour of these series, one sample a minute."""
+    shutil.copy(OBSERVABILITY / "alerts.yml", folder)
+    inputs = [{"series": of, "values": values} for of, values in series]
+    query = {"expr": f'ALERTS{{alertname="{name}",alertstate="firing"}} * 0', "eval_time": "29m"}
+    case = {"interval": "1m", "input_series": inputs, "promql_expr_test": [query]}
+    # JSON is YAML; the query is expected to find nothing
+    (folder / "case.yml").write_text(json.dumps({"rule_files": ["alerts.yml"], "tests": [case]}))
+    tested = subprocess.run(
+        ["promtool", "test", "rules", "case.yml"], cwd=folder, capture_output=True, text=True
+    )
+    assert tested.returncode == 0 or "exp: nil" in tested.stderr, tested.stderr
+    return tested.returncode != 0
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of prometheus")
+def test_alerts_fire_for_what_they_name_only(tmp_path: Path) -> None:
+    for name, series in ALERTS.items():
+        assert firing(tmp_path, name, [series]), name
+        quiet = [(of, "1x30" if of.startswith("up") else "0x30") for of, _ in ALERTS.values()]
+        assert not firing(tmp_path, name, quiet), name
+    for tokens, is_low in ((110, True), (300, False)):
+        committed = (COMMITTED + '{instance="a"}', f"0+{tokens}x30")
+        assert firing(tmp_path, "DFlashAcceptLengthLow", [STEPS, committed]) == is_low
+    idle = [(STEPS[0], "5x30"), (COMMITTED + '{instance="a"}', "5x30")]
+    assert not firing(tmp_path, "DFlashAcceptLengthLow", idle)
