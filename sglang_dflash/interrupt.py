@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -13,9 +14,13 @@ INTERRUPTED = 128 + signal.SIGINT
 def end_on_interrupt(name: str, work: Callable[[], int | None]) -> int:
     """Run `work` and return its status; on Ctrl-C print one line and return 130."""
     received: list[int] = []
+    own = os.getpid()
 
     def receive(number: int, _frame: FrameType | None) -> None:
         received.append(number)
+        if os.getpid() != own:
+            # a forked child has nothing to say
+            raise SystemExit(INTERRUPTED)
         raise KeyboardInterrupt
 
     # a shell starts background jobs with the signal ignored
@@ -26,7 +31,7 @@ def end_on_interrupt(name: str, work: Callable[[], int | None]) -> int:
         return work() or 0
     except BaseException as error:
         # an import that is interrupted may end with an error of its own
-        if not received and not isinstance(error, KeyboardInterrupt):
+        if os.getpid() != own or not received and not isinstance(error, KeyboardInterrupt):
             raise
         # a clock or a bar may have left the cursor in its line
         start = "\n" if sys.stderr.isatty() else ""

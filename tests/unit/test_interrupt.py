@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import socket
 import subprocess
@@ -58,3 +59,18 @@ def test_an_import_that_fails_for_the_signal_is_no_error(
     assert end_on_interrupt("some", import_something) == 130
     assert capsys.readouterr().err == "some: stopped\n"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_forked_process_ends_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    """A terminal sends Ctrl-C to SGLang's processes, too, and each would print a traceback."""
+
+    def fork() -> int | None:
+        child = multiprocessing.get_context("fork").Process(
+            target=signal.raise_signal, args=(signal.SIGINT,)
+        )
+        child.start()
+        child.join()
+        return child.exitcode
+
+    assert end_on_interrupt("some", fork) == 130
+    assert capfd.readouterr() == ("", "")
