@@ -1,11 +1,12 @@
-"""`sglang-dflash doctor | serve | report | train | convert | drafters`, and `python -m sglang_dflash`
-with the same."""
+"""`sglang-dflash doctor | serve | report | train | convert | drafters`; also as `python -m
+sglang_dflash`."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import sys
+from typing import TypeAlias
 
 from sglang_dflash import __version__
 from sglang_dflash.interrupt import end_on_interrupt
@@ -16,6 +17,7 @@ from sglang_dflash.train.stop import Stop, run_until_stopped
 # required dependencies: no command runs without them
 NEEDED = ("torch", "transformers", "requests", "sglang")
 MODULE = "python -m sglang_dflash"
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run_script() -> int:
@@ -46,6 +48,22 @@ def make_parser(prog: str = MODULE) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sglang-dflash {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
+    add_doctor(commands)
+    add_serve(commands)
+    add_report(commands)
+    train = add_command(
+        commands,
+        "train",
+        "train a drafter for a target",
+        "--model-path Qwen/Qwen3-4B --prompts prompts.jsonl --out drafter-run --minutes 30",
+    )
+    add_train_options(train)
+    add_convert(commands)
+    add_command(commands, "drafters", "print which released drafters are served, and why not", "")
+    return parser
+
+
+def add_doctor(commands: Commands) -> None:
     doctor = add_command(
         commands,
         "doctor",
@@ -64,6 +82,8 @@ def make_parser(prog: str = MODULE) -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
+
+def add_serve(commands: Commands) -> None:
     serve = add_command(
         commands,
         "serve",
@@ -76,6 +96,8 @@ def make_parser(prog: str = MODULE) -> argparse.ArgumentParser:
     add_pair_options(serve)
     serve.set_defaults(gpu_memory_gb=None, contract=False)
 
+
+def add_report(commands: Commands) -> None:
     report = add_command(
         commands,
         "report",
@@ -99,14 +121,8 @@ def make_parser(prog: str = MODULE) -> argparse.ArgumentParser:
     report.add_argument("--host", default="127.0.0.1", help="address of the page")
     report.add_argument("--port", type=int, default=8080, help="port of the page; 0: any free one")
 
-    train = add_command(
-        commands,
-        "train",
-        "train a drafter for a target",
-        "--model-path Qwen/Qwen3-4B --prompts prompts.jsonl --out drafter-run --minutes 30",
-    )
-    add_train_options(train)
 
+def add_convert(commands: Commands) -> None:
     convert = add_command(
         commands,
         "convert",
@@ -117,12 +133,9 @@ def make_parser(prog: str = MODULE) -> argparse.ArgumentParser:
     convert.add_argument("destination", metavar="DST", help="a new folder, for the other format")
     convert.add_argument("--model-path", "--model", help="the drafter's target")
 
-    add_command(commands, "drafters", "print which released drafters are served, and why not", "")
-    return parser
-
 
 def add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    commands: Commands,
     name: str,
     does: str,
     example: str,
