@@ -14,7 +14,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 OLDEST_VENV := $(VENV)-$(OLDEST)
 REQUIREMENTS := requirements-cpu-$(SGLANG).txt
-COMMANDS := doctor launch offline router_launch start
+COMMANDS := doctor launch offline pd_launch router_launch start
 # what runs on the oldest release: the contract, all that attaches to SGLang but the commands,
 # servers of every family of targets, and weight updates, in which the releases differ most
 ON_OLDEST := tests/unit/test_contract_is_complete.py tests/glue tests/e2e/test_start.py \
