@@ -29,6 +29,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks import op_cases, op_inputs
+from benchmarks.kernels import Layer
 from sglang_dflash.kernels import Noise, cards, pdl, triton_ops
 from sglang_dflash.kernels.attention.tiles import LayerShape, choose_tiles, tile_dim
 from sglang_dflash.kernels.attention.verify import VerifyAttention
@@ -41,15 +42,6 @@ BLOCK, REQUESTS = 16, 3
 # attention was measured, up to 736 bytes are. fp32 is for precision and uses no tensor cores
 MAX_SPILLED = 1300
 MAX_SPILLED_FP32 = 4500
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The attention layers of some targets."""
-
-    targets: str
-    shape: LayerShape
-    window: int = -1
 
 
 LAYERS = (
@@ -278,7 +270,7 @@ def sweep_card(card: Card) -> tuple[list[Compiled], list[str]]:
         for layer in LAYERS:
             for kind, dtypes in kv_dtypes(card).items():
                 before = len(compiler.found)
-                compiler.label = f"{layer.targets}, {kind}"
+                compiler.label = f"{layer.name}, {kind}"
                 launch_attention(layer, *dtypes)
                 told += beyond_tiles(card, layer, kind, compiler.found[before:])
     return compiler.found, told + faults(card, compiler.found)

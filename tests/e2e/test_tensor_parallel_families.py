@@ -17,7 +17,7 @@ import torch
 
 from sglang_dflash.reference import Drafter, generate, generate_plain
 from sglang_dflash.testing.server import SCHEDULES, Server
-from tests.e2e.conftest import FULL_BLOCKS, SCRIPTED, start_together
+from tests.e2e.conftest import FULL_BLOCKS, SCRIPTED, TWO_CORES, start_together
 from tests.tiny_models import VOCAB, load_target, make_drafter, make_target
 
 NEW_TOKENS = 31  # one from prefill, then thirty
@@ -57,10 +57,9 @@ class Pair:
             *("--max-total-tokens", "4096", "--tp-size", "2", *args),
             *("--model-path", str(target), "--speculative-draft-model-path", str(drafter)),
             env={
-                # with a single NUMA node, SGLang must be told the cores of each rank
-                "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
                 "PYTHONPATH": SCRIPTED,
                 "SCRIPT_FOLDER": str(folder),
+                **TWO_CORES,
                 **SCHEDULES["plan stream"],
                 **FULL_BLOCKS,
             },

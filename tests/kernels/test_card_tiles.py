@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
-from tests.kernels.test_verify_attention import NUM_SMS, Case, assert_matches_twin, make_problem
+from tests.kernels.interpreter import INTERPRETED, hold_in_the_interpreter, runs_kernel
+from tests.kernels.test_verify_attention import Case, assert_matches_twin, build, make_problem
 
 if INTERPRETED or torch.cuda.is_available():
     from sglang_dflash.kernels import cards
-    from sglang_dflash.kernels.attention.tiles import LayerShape, choose_tiles
-    from sglang_dflash.kernels.attention.verify import VerifyAttention
+    from sglang_dflash.kernels.attention.tiles import choose_tiles
     from sglang_dflash.kernels.cards import Card
 
 
@@ -34,20 +33,10 @@ def test_tiles_of_other_cards_match_the_twin(capability: tuple[int, int], dim: i
         dv=dim,
         window=24 if dim == 256 else -1,
     )
-    wide, narrow = choose_tiles(Card(capability), case.dtype)
-    if wide[dim].shared_memory > cards.current().shared_memory:
+    tiles = choose_tiles(Card(capability), case.dtype)
+    if tiles.wide[dim].shared_memory > cards.current().shared_memory:
         pytest.skip("this card has too little shared memory for the tile")
-    attention = VerifyAttention(
-        *(8, case.rows),
-        shapes=[LayerShape(case.heads, case.kv_heads, dim, dim)],
-        dtype=case.dtype,
-        device=DEVICE,
-        num_sms=NUM_SMS,
-        tiles=wide,
-        narrow_tiles=narrow,
-    )
-    for scratch in (attention.partial_out, attention.partial_lse):
-        scratch.fill_(float("nan"))
+    attention = build(case, max_requests=8, card_tiles=tiles)
     assert_matches_twin(attention, make_problem(case))
 
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles no
 
 A100, A40, RTX_4090, H200, B200, RTX_5090 = CARDS
 SLIDING, GLOBAL, QWEN3 = LAYERS[0], LAYERS[1], LAYERS[4]
-SMOLLM2 = next(layer for layer in LAYERS if layer.targets == "smollm2-135m")
+SMOLLM2 = next(layer for layer in LAYERS if layer.name == "smollm2-135m")
 
 
 def kernel_modules() -> list[Any]:

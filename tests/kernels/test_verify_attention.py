@@ -11,7 +11,13 @@ from sglang_dflash.kernels.attention import reference
 from tests.kernels.interpreter import DEVICE, INTERPRETED, hold_in_the_interpreter, runs_kernel
 
 if INTERPRETED or torch.cuda.is_available():
-    from sglang_dflash.kernels.attention.tiles import LayerShape, Tile, can_serve, choose_tiles
+    from sglang_dflash.kernels.attention.tiles import (
+        LayerShape,
+        Tile,
+        Tiles,
+        can_serve,
+        choose_tiles,
+    )
     from sglang_dflash.kernels.attention.verify import VerifyAttention
     from sglang_dflash.kernels.cards import Card
 
@@ -139,11 +145,13 @@ def make_problem(case: Case, seed: int = 0) -> Problem:
     return Problem({name: x.to(DEVICE) for name, x in tensors.items()}, options)
 
 
-def build(case: Case, max_requests: int = 64, num_sms: int = NUM_SMS) -> VerifyAttention:
+def build(
+    case: Case, max_requests: int = 64, num_sms: int = NUM_SMS, card_tiles: Tiles | None = None
+) -> VerifyAttention:
     """Build the kernel with scratch full of NaN, to expose reads of unwritten partial results."""
     shape = LayerShape(case.heads, case.kv_heads, case.d, case.dv)
-    tiles = narrow_tiles = None
-    if INTERPRETED:
+    tiles, narrow_tiles = (None, None) if card_tiles is None else card_tiles
+    if INTERPRETED and card_tiles is None:
         tile = Tile(block_m=16, block_n=16, num_warps=4, num_stages=1, ctas_per_sm=1, min_run=16)
         tiles = dict.fromkeys((64, 128, 256), tile) | {512: replace(tile, dv_parts=2)}
         narrow_tiles = dict.fromkeys((64, 256), replace(tile, block_n=32, ctas_per_sm=2))

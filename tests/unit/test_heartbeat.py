@@ -31,6 +31,14 @@ class Ranks:
         while len(self.said) < count and time.monotonic() < deadline:
             time.sleep(0.01)
 
+    def assert_both_say(self, found: str) -> None:
+        """Wait for ranks 0 and 2 to name rank 1; `found` has a place for who says so."""
+        self.wait_for(2)
+        assert sorted(rank for rank, _ in self.said) == [0, 2]
+        for rank, text in self.said:
+            assert text.startswith("Rank 1 of this server (process ")
+            assert found.format(rank) in text
+
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
@@ -64,11 +72,7 @@ def test_a_rank_that_stops_is_named_by_all_others(
     time.sleep(0.2)
     assert three.said == []
     silent.set()
-    three.wait_for(2)
-    assert sorted(rank for rank, _ in three.said) == [0, 2]
-    for rank, text in three.said:
-        assert text.startswith("Rank 1 of this server (process ")
-        assert f"has not answered rank {rank} for 0.4 s" in text
+    three.assert_both_say("has not answered rank {} for 0.4 s")
 
 
 def test_a_rank_that_ends_is_named_at_once(three: Ranks) -> None:
@@ -93,11 +97,7 @@ def test_a_rank_that_answers_but_does_not_take_part_is_named(three: Ranks) -> No
     time.sleep(0.3)
     three.beats[0].begin_step()
     three.beats[2].begin_step()
-    three.wait_for(2)
-    assert sorted(rank for rank, _ in three.said) == [0, 2]
-    for rank, text in three.said:
-        assert text.startswith("Rank 1 of this server (process ")
-        assert f"has not begun step 2 for 0.6 s, in which rank {rank} waits for it" in text
+    three.assert_both_say("has not begun step 2 for 0.6 s, in which rank {} waits for it")
 
 
 def test_a_rank_that_is_slower_than_others_is_not_named(three: Ranks) -> None:
