@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_dflash.host_times import HostTimes, Kind
+
 Floats = NDArray[np.float64]
 
 # each graph remembers this many measurements, and starts with its timing as if seen this often
@@ -39,7 +41,7 @@ class Shared(NamedTuple):
 
 
 class GraphCosts:
-    """Device time of a step from timed CUDA graphs, corrected while serving.
+    """Time of a step from timed CUDA graphs, corrected while serving, and from the host's times.
 
     Ridge regression of measured / timed on context / timed, with an intercept for each verify
     graph, one with drafts and one without, that is drawn to 1: contexts change slowly, so either
@@ -53,6 +55,8 @@ class GraphCosts:
         draft_ms: Mapping[int, float],  # by requests
         head_ms: Mapping[int, float] | None = None,  # by drafts, where it is not part of the graph
         head_in_graph: int = 1 << 30,  # requests up to which it is
+        *,
+        overlaps: bool = True,  # whether the host prepares a step while the device runs another
     ) -> None:
         self._block_size = block_size
         timed_heads = sorted((head_ms or {0: 0.0}).items())
@@ -72,6 +76,8 @@ class GraphCosts:
         self._fastest = self._verify[0][1]
         self._xx, self._xy = TIMING_WEIGHT * (TELLING_CONTEXT / self._fastest) ** 2, 0.0
         self._accidents = _Accidents()
+        self._host = HostTimes()
+        self._overlaps = overlaps
         self.ms_per_token = 0.0
 
     def step_ms(self, requests: int, context: int) -> Floats:
@@ -79,7 +85,14 @@ class GraphCosts:
 
         `context` counts the tokens of the whole batch.
         """
-        return self._corrected(*self._timings(requests), context)
+        ms = self._corrected(*self._timings(requests), context)
+        ms[0] = max(ms[0], self._host.ms(Kind.PLAIN, requests))
+        ms[1:] = np.maximum(ms[1:], self._host.ms(Kind.UNIFORM, requests))
+        return ms
+
+    def is_paced_by_host(self, requests: int) -> bool:
+        """Return whether steps that draft lately took as long as the host needed for them."""
+        return any(self._host.ms(kind, requests) > 0 for kind in (Kind.UNIFORM, Kind.SHARED))
 
     def rows_without_drafts(self, requests: int) -> int:
         """Return the rows of the verify graph that a step without drafts takes."""
@@ -92,12 +105,23 @@ class GraphCosts:
     def shared_ms(self, requests: int, context: int) -> Floats:
         """Return the ms of each step that `shared` lists."""
         _, timed, graphs = self._shared_timings(requests)
-        return self._corrected(timed, graphs, context)
+        ms = self._corrected(timed, graphs, context)
+        return np.maximum(ms, self._host.ms(Kind.SHARED, requests), out=ms)
 
     def record(
-        self, requests: int, width: int, context: int, ms: float, rows: int | None = None
+        self,
+        requests: int,
+        width: int,
+        context: int,
+        ms: float,
+        rows: int | None = None,
+        idle_ms: float | None = None,
     ) -> None:
-        """Learn from a step's measured device time; `rows`: as many were shared out."""
+        """Learn from a step's measured device time; `rows`: as many were shared out. `idle_ms`:
+        how long the device then waited for the next step, if that followed at once."""
+        if self._overlaps and self._host.record(Kind.of(width, rows), requests, ms, idle_ms):
+            # the device has waited within the step, too
+            return
         if rows is None:
             timings, graphs = self._timings(requests)
             place = width - 1
@@ -140,6 +164,7 @@ class GraphCosts:
             "ms_per_context_token": float(f"{self.ms_per_token:.3g}"),
             "corrections": self._by_rows(drafting),
             "corrections_without_drafts": self._by_rows(without),
+            "host_ms": self._host.snapshot(),
         }
 
     def _by_rows(self, seen: list[tuple[float, float]]) -> dict[str, float]:
@@ -258,10 +283,21 @@ class LearntCosts:
         """Return the ms of each step that `shared` lists."""
         return self.step_ms(requests, context)[1:]
 
+    def is_paced_by_host(self, requests: int) -> bool:
+        """Host and device are one: what a step costs includes both."""
+        return False
+
     def record(
-        self, requests: int, width: int, context: int, ms: float, rows: int | None = None
+        self,
+        requests: int,
+        width: int,
+        context: int,
+        ms: float,
+        rows: int | None = None,
+        idle_ms: float | None = None,
     ) -> None:
-        """Learn from a step's measured time; `rows`: as many were shared out."""
+        """Learn from a step's measured time; `rows`: as many were shared out. `idle_ms` is of no
+        use where host and device are one."""
         if rows is None:
             rows = requests * width
         drafted = float(width > 1)

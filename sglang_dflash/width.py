@@ -35,11 +35,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from sglang_dflash.confidence import SURPRISE_ATTEMPTS, Calibration, RowCurve
 from sglang_dflash.costs import Floats, GraphCosts, LearntCosts
+from sglang_dflash.survival import MEMORY_STEPS, Acceptance
 
-# acceptance is remembered for this many steps of a batch, or of one request if it is alone
-MEMORY_STEPS, MEMORY_REQUEST_STEPS = 32, 64
-# a position starts with the rate of the one before it, as if seen this often; the first with 0.9
-PRIOR_ATTEMPTS, FIRST_RATE = 2.0, 0.9
 # share of the evidence that is kept when all requests are new
 LEAST_KEPT = 0.1
 # what is left of the evidence when a probe looks again: about as much as the probe adds
@@ -48,7 +45,6 @@ PROBE_ATTEMPTS, PROBE_REQUESTS = 16.0, 8
 # next to nothing, as a probe shows the confidences of all requests. So it is when outcomes
 # contradict what was learnt
 PROBE_DRAFTS, PROBE_KEPT = 16, 1 / 256
-LARGEST_WEIGHT = 1e6
 
 # another width must be better by this factor, unless it is a smaller one where rows are shared out
 HYSTERESIS = 1.02
@@ -57,6 +53,9 @@ TIE = 1.005
 # where steps without drafts promise nearly as much, so many of them are timed, once for each graph:
 # what they cost must not be inferred from steps that draft
 NEARLY, TIMED_STEPS = 0.85, 8
+# where the host sets the pace, which changes slowly, a choice is kept for so many steps: making it
+# takes time of the host's
+HELD_STEPS = 8
 # seconds between probes, and the share of time that they may cost
 FIRST_INTERVAL, LAST_INTERVAL, PROBE_SHARE = 1.0, 10.0, 0.01
 # steps of given widths to begin with, where costs are not known
@@ -68,77 +67,6 @@ class Choice(NamedTuple):
 
     width: int  # the most rows of one request
     rows: int | None = None  # of the whole batch, to share out; None: each request has `width`
-
-
-class Acceptance:
-    """Survival of drafts by position, from recent steps, whatever their width."""
-
-    def __init__(self, block_size: int) -> None:
-        # by position, of the drafts whose predecessors were all correct
-        self._attempts = [0.0] * (block_size - 1)
-        self._successes = [0.0] * (block_size - 1)
-        # of the newest counts: growing it is cheaper than decaying all others
-        self._weight = 1.0
-        self._tokens: list[float] = []
-
-    def record(self, width: int, num_correct: Sequence[int]) -> None:
-        """Count one step of a batch: each request's number of correct drafts, 0 to width - 1."""
-        if width < 2 or not num_correct:
-            return
-        requests = len(num_correct)
-        self._grow(1 / (1 - 1 / max(MEMORY_STEPS, MEMORY_REQUEST_STEPS / requests)))
-        # bytes count fastest; list first, because an array would hand over its memory instead
-        stopped = map(bytes(list(num_correct)).count, range(width - 1))
-        remaining = requests * self._weight
-        for position, count in enumerate(stopped):
-            self._attempts[position] += remaining
-            remaining -= count * self._weight
-            self._successes[position] += remaining
-
-    def expect(self, survival: NDArray[np.floating]) -> None:
-        """Count one step of a batch by the [b, D] expected survival of its drafts: where drafts
-        were cut for their low confidence, the outcomes of the others would flatter."""
-        requests = len(survival)
-        self._grow(1 / (1 - 1 / max(MEMORY_STEPS, MEMORY_REQUEST_STEPS / requests)))
-        remaining = requests * self._weight
-        for position, alive in enumerate(survival.sum(axis=0).tolist()):
-            self._attempts[position] += remaining
-            remaining = alive * self._weight
-            self._successes[position] += remaining
-
-    def forget(self, attempts: float) -> None:
-        """Keep the rates, but only as much evidence as this many attempts at the first draft."""
-        if self._attempts and self._attempts[0] > attempts * self._weight:
-            self._grow(self._attempts[0] / attempts / self._weight)
-
-    def keep(self, share: float) -> None:
-        """Keep the rates, but only this share of the evidence."""
-        self._grow(1 / share)
-
-    def survival(self) -> Floats:
-        """Return [B - 1]: the probability that a draft and all before it are correct."""
-        return np.diff(self.tokens())
-
-    def tokens(self) -> list[float]:
-        """Return [B]: the tokens that a request is expected to commit at widths 1 to B."""
-        if not self._tokens:
-            rate, alive, total = FIRST_RATE, 1.0, 1.0
-            prior = PRIOR_ATTEMPTS * self._weight
-            self._tokens = tokens = [total]
-            for attempts, successes in zip(self._attempts, self._successes, strict=True):
-                rate = (successes + prior * rate) / (attempts + prior)
-                alive *= rate
-                total += alive
-                tokens.append(total)
-        return self._tokens
-
-    def _grow(self, factor: float) -> None:
-        self._weight *= factor
-        self._tokens = []
-        if self._weight > LARGEST_WEIGHT:
-            self._attempts = [count / self._weight for count in self._attempts]
-            self._successes = [count / self._weight for count in self._successes]
-            self._weight = 1.0
 
 
 class WidthPolicy:
@@ -161,6 +89,9 @@ class WidthPolicy:
         self._clock = clock
         self._widths = [Choice(width) for width in range(1, block_size + 1)]
         self._last, self._requests = Choice(fixed or block_size), 1
+        self._held, self._held_for = 0, (0, False)
+        # whether blocks of one width ran since rows were last shared out
+        self._is_curve_old = False
         self._steps = [0] * block_size
         self._shared = _SharedSteps()
         # the next steps: where costs are not known, and of a probe
@@ -178,6 +109,9 @@ class WidthPolicy:
         """Return the width of the next step; `may_share`: its rows can be shared out."""
         if self._fixed is not None and isinstance(self.costs, LearntCosts):
             return Choice(self._fixed)
+        if self._held and self._held_for == (requests, may_share):
+            self._held -= 1
+            return self._last
         # lists: arrays are slower at this size
         ms = self.costs.step_ms(requests, context).tolist()
         widest = max(1, sum(map(math.isfinite, ms)))
@@ -187,8 +121,7 @@ class WidthPolicy:
             return self._last
         choices, tokens = self._widths, self.acceptance.tokens()
         if is_shared := may_share and requests > 1 and bool(self.costs.shared(requests).rows):
-            choices, tokens, shared_ms = self._shared_choices(requests, context)
-            ms = [ms[0], *shared_ms]
+            choices, tokens, ms = self._shared_choices(requests, context, ms)
         if self._planned:
             planned = self._planned.pop()
             if planned.rows is None:
@@ -200,7 +133,7 @@ class WidthPolicy:
         while rates[place] * (TIE if is_shared else 1) < best:
             place += 1
         last = self._nearest(choices, requests)
-        is_smaller = is_shared and 0 < place < last and rates[place] > rates[last]
+        is_smaller = bool(choices[last].rows) and 0 < place < last and rates[place] > rates[last]
         if rates[place] < HYSTERESIS * rates[last] and not is_smaller:
             # of those that cost the same as the last one the widest is best
             place = len(ms) - 1 - ms[::-1].index(ms[last])
@@ -224,11 +157,14 @@ class WidthPolicy:
             self._interval = min(2 * self._interval, LAST_INTERVAL)
             self._next_probe = max(now + self._interval, self._next_allowed)
             return choices[probed]
+        if self.costs.is_paced_by_host(requests):
+            self._held, self._held_for = HELD_STEPS, (requests, may_share)
         return choices[place]
 
     def record(self, width: int, num_correct: Sequence[int]) -> None:
         """Learn from a step of one width: each request's number of correct drafts."""
         self._steps[width - 1] += 1
+        self._is_curve_old |= width > 1
         self.acceptance.record(width, num_correct)
 
     def record_shared(self, rows: ArrayLike, confidence: ArrayLike, num_correct: ArrayLike) -> None:
@@ -243,6 +179,7 @@ class WidthPolicy:
         requests, drafts = survival.shape
         if not requests:
             return
+        self._is_curve_old = False
         self._shared.record(rows, survival, num_correct)
         self.acceptance.expect(survival)
         if drafts < self._block_size - 1:
@@ -252,10 +189,18 @@ class WidthPolicy:
             survival = np.concatenate((survival, survival[:, -1:] * beyond), axis=1)
         self.curve.record(survival)
 
-    def timed(self, requests: int, choice: Choice, context: int, ms: float) -> None:
-        """Learn from the time of a step, if any width is to be chosen."""
+    def timed(
+        self,
+        requests: int,
+        choice: Choice,
+        context: int,
+        ms: float,
+        idle_ms: float | None = None,
+    ) -> None:
+        """Learn from the device's time of a step, and of its wait for the next one, if any width is
+        to be chosen."""
         if self._fixed is None:
-            self.costs.record(requests, choice.width, context, ms, choice.rows)
+            self.costs.record(requests, choice.width, context, ms, choice.rows, idle_ms)
 
     def admit(self, new: int, requests: int) -> None:
         """Note that some of the requests of the next step are new: what was learnt from others says
@@ -263,6 +208,7 @@ class WidthPolicy:
         share = max(LEAST_KEPT, 1 - new / requests)
         self.acceptance.keep(share)
         self.curve.keep(share)
+        self._held = 0
         if self._last.width == 1:
             self._next_probe = self._next_allowed
 
@@ -289,14 +235,19 @@ class WidthPolicy:
         }
 
     def _shared_choices(
-        self, requests: int, context: int
+        self, requests: int, context: int, ms: list[float]
     ) -> tuple[list[Choice], list[float], list[float]]:
-        """Return no drafting and all steps that share rows out, with their tokens, and the ms of
-        those that share."""
+        """Return no drafting and all steps that share rows out, with their tokens and ms, given the
+        ms of each width. Where the host sets the pace, also full blocks, if a graph holds them:
+        they take it less time than as many rows that are shared out."""
         rows, widths, extra = self.costs.shared(requests)
         choices = [self._widths[0], *map(Choice, widths, rows)]
-        tokens = self._shared_tokens(extra, widths)
-        return choices, [1.0, *tokens.tolist()], self.costs.shared_ms(requests, context).tolist()
+        found = [ms[0], *self.costs.shared_ms(requests, context).tolist()]
+        if self.costs.is_paced_by_host(requests) and math.isfinite(ms[-1]):
+            choices.append(self._widths[-1])
+            found.append(ms[-1])
+            widths, extra = [*widths, self._block_size], np.append(extra, self._block_size - 1.0)
+        return choices, [1.0, *self._shared_tokens(extra, widths).tolist()], found
 
     def _shared_tokens(self, extra: Floats, widths: Sequence[int]) -> Floats:
         """Return the tokens by the mean of extra rows and the most rows of a request."""
@@ -304,6 +255,12 @@ class WidthPolicy:
         if tokens is None:
             # as if each request had the mean
             tokens = np.interp(extra, np.arange(self._block_size), self.acceptance.tokens())
+        elif self._is_curve_old:
+            # its shape is kept, but what full blocks commit is known better
+            full = self.curve.tokens([self._block_size - 1.0])
+            assert full is not None
+            known = self.acceptance.tokens()[-1] - 1
+            tokens = 1 + (tokens - 1) * (known / max(float(full[0]) - 1, 1e-9))
         return tokens
 
     def _is_untimed(self, requests: int) -> bool:
@@ -320,6 +277,8 @@ class WidthPolicy:
         """Return the place of the last choice, or of that with the nearest number of rows."""
         if self._last.width == 1:
             return 0
+        if self._last in (choices[-1], self._widths[-1]) and choices[-1].rows is None:
+            return len(choices) - 1
         rows = self._last.rows or self._last.width * requests
         far = [abs((other.rows or other.width * requests) - rows) for other in choices[1:]]
         return 1 + far.index(min(far))

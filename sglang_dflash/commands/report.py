@@ -15,6 +15,8 @@ from sglang_dflash.commands.ask import NoReport, ask, full_url
 from sglang_dflash.metrics import together
 
 LINE_LENGTH = 100
+# steps that the host needs about the same time for (sglang_dflash/host_times.py)
+HOST_KINDS = {"plain": "no drafts", "uniform": "equal widths", "shared": "shared rows"}
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,10 @@ def _costs(costs: Mapping[str, Any]) -> list[str]:
         "draft head, ms by drafts": costs.get("head_ms"),
         "corrected while serving, by rows": costs["corrections"],
         "corrected without drafts, by rows": costs.get("corrections_without_drafts"),
+        **{
+            f"paced by the host, {HOST_KINDS[kind]}, ms by requests": table
+            for kind, table in costs.get("host_ms", {}).items()
+        },
     }
     lines = [
         f"{name}: {', '.join(f'{size}: {value:g}' for size, value in table.items())}"

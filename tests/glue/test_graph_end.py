@@ -18,7 +18,12 @@ from sglang_dflash.glue.cpu import products
 from sglang_dflash.glue.models.heads import BlockHead, DraftHead, VerifyHead
 from sglang_dflash.glue.step.batch_host import BatchHost
 from sglang_dflash.glue.step.draft_cache import DraftCache
-from sglang_dflash.glue.step.graph_outputs import HEAD_IN_GRAPH, DraftGraphs, VerifyGraphs
+from sglang_dflash.glue.step.graph_outputs import (
+    HEAD_IN_GRAPH,
+    DraftGraphs,
+    VerifyGraphs,
+    requests_with_head,
+)
 from sglang_dflash.kernels import TORCH
 from sglang_dflash.types import DraftBlock, DraftContext, Randomness
 
@@ -233,6 +238,12 @@ def test_large_draft_graphs_end_without_a_head(draft_runner: Any, block_head: Bl
     assert logits is not None and logits.shape == (HEAD_IN_GRAPH, 3, VOCAB)
     # nothing was written for the requests of a large graph
     assert torch.equal(drafts[0], logits.argmax(-1))
+
+
+def test_a_small_head_is_in_every_graph_and_a_large_one_in_small_graphs() -> None:
+    smollm2, gemma4 = (49_152, 576), (262_144, 5_376)
+    assert requests_with_head(*smollm2, block_size=16) >= 128
+    assert requests_with_head(*gemma4, block_size=16) == HEAD_IN_GRAPH
 
 
 @pytest.mark.usefixtures("without_packed_products")

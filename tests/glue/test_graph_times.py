@@ -122,7 +122,9 @@ def test_a_step_is_timed_with_full_blocks(
     target: Any = Runner()
     draft: Any = Runner()
     draft.capture_bs = [1, 8, 32]
-    runtime: Any = SimpleNamespace(config=SimpleNamespace(block_size=16))
+    config = SimpleNamespace(block_size=16, overlap=SimpleNamespace(schedule=True))
+    graphs = SimpleNamespace(largest_with_head=8)
+    runtime: Any = SimpleNamespace(config=config, draft_graphs=graphs)
     costs = graph_times.time_step(runtime, target, draft)
     assert sorted(target.laid_out) == [(rows, rows // 16, 16) for rows in SIZES]
     assert sorted(size for _, size in draft.replayed) == [1, 8, 32]

@@ -10,6 +10,7 @@ import torch
 from sglang_dflash.glue.after_step.stage_clock import STAGES, StageClock
 
 STAGE_MS = {"draft": 2.0, "verify": 15.0, "commit": 0.5}
+IDLE_MS = 1.25
 
 
 class LateGpu:
@@ -38,7 +39,8 @@ class LateEvent:
     def elapsed_time(self, end: LateEvent) -> float:
         # this is an error on a real device, too
         assert self.query() and end.query(), "asked for a time that has not passed"
-        return STAGE_MS[STAGES[self.place % (len(STAGES) + 1)]]
+        assert end.place == self.place + 1
+        return (*STAGE_MS.values(), IDLE_MS)[self.place % (len(STAGES) + 1)]
 
     def synchronize(self) -> None:
         raise AssertionError("waited for the GPU")
@@ -53,6 +55,8 @@ def test_stages_are_timed_without_waiting(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
     clock, marks = StageClock("cuda"), len(STAGES) + 1
+    told: list[Any] = []
+    clock.tell(lambda *times: told.append(times))
     for step in range(10):
         # three steps behind, in mid-step
         gpu.passed = max(0, (step - 3) * marks + 2)
@@ -64,3 +68,27 @@ def test_stages_are_timed_without_waiting(monkeypatch: pytest.MonkeyPatch) -> No
         clock.mark()
     assert clock.steps == 11
     assert clock.seconds == pytest.approx({k: 11 * ms / 1000 for k, ms in STAGE_MS.items()})
+    # the last one's wait is not over
+    whole = pytest.approx(sum(STAGE_MS.values()) / 1000)
+    assert told == [(whole, IDLE_MS / 1000)] * 10
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_wait_counts_only_if_the_next_step_follows_at_once(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    gpu = LateGpu()
+    gpu.passed = 1 << 30
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    clock = StageClock(device)
+    waits: list[float | None] = []
+    clock.tell(lambda _seconds, idle: waits.append(idle))
+    for step in range(5):
+        if step in (2, 3):
+            # twice before the fourth step, as by two chunks of a prefill
+            for _ in range(step - 1):
+                clock.interrupt()
+        for _ in range(len(STAGES) + 1):
+            clock.mark()
+    assert [wait is None for wait in waits] == [False, True, True, False]
+    assert all(wait is None or wait >= 0 for wait in waits)

@@ -53,17 +53,17 @@ def test_late_results_and_times_belong_to_the_oldest_step() -> None:
     assert choice.has_result([3, 15]) == (16, 16.5)
     assert choice.start(["b"], 70) == (4, None)
     assert choice.has_result([0, 0]) == (1, 1.5)
-    choice.has_time(0.020)
+    choice.has_time(0.020, 0.001)
     choice.has_time(0.005)
     assert choice.has_result([2]) == (4, 4.5)
     choice.has_time(0.010)
     assert told == [
         ("result", 16, [3, 15]),
         ("result", 1, [0, 0]),
-        ("time", 2, Choice(16), 100, 20.0),
-        ("time", 2, Choice(1), 120, 5.0),
+        ("time", 2, Choice(16), 100, 20.0, 1.0),
+        ("time", 2, Choice(1), 120, 5.0, None),
         ("result", 4, [2]),
-        ("time", 1, Choice(4), 70, 10.0),
+        ("time", 1, Choice(4), 70, 10.0, None),
     ]
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from sglang_dflash.costs import GraphCosts, LearntCosts
-from sglang_dflash.width import Acceptance, Choice, WidthPolicy
+from sglang_dflash.survival import Acceptance
+from sglang_dflash.width import Choice, WidthPolicy
 from tests.unit.test_costs import BLOCK, graph_costs
 
 

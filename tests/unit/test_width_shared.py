@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from sglang_dflash.costs import GraphCosts, LearntCosts
-from sglang_dflash.width import Acceptance, Choice, WidthPolicy
+from sglang_dflash.survival import Acceptance
+from sglang_dflash.width import Choice, WidthPolicy
 from tests.unit.test_confidence import BLOCK, Drafter, share_out, verified
 
 # a 31B model on one H200
@@ -22,6 +23,7 @@ HEAD_MS = {16: 0.5, 256: 0.9, 768: 2.4}
 MS_PER_TOKEN = 2.4e-4
 # results reach the policy so many steps late
 LATE = 2
+Times = tuple[float, float | None]
 
 
 def graph_costs() -> GraphCosts:
@@ -46,7 +48,7 @@ class Server:
         self.now, self.tokens = 0.0, 0.0
         self.choices: list[Choice] = []
         self.policy = WidthPolicy(BLOCK, costs or graph_costs(), clock=lambda: self.now)
-        self._late: deque[tuple[Choice, float, np.ndarray, np.ndarray, np.ndarray]] = deque()
+        self._late: deque[tuple[Choice, Times, np.ndarray, np.ndarray, np.ndarray]] = deque()
         self._rng = np.random.default_rng(0)
 
     def ms(self, choice: Choice) -> float:
@@ -55,6 +57,10 @@ class Server:
             return float(self.true_costs.step_ms(self.requests, 0)[choice.width - 1]) + attention_ms
         place = self.true_costs.shared(self.requests).rows.index(choice.rows)
         return float(self.true_costs.shared_ms(self.requests, 0)[place]) + attention_ms
+
+    def times(self, choice: Choice) -> Times:
+        """Return the ms of a step, and for how long the device then waits, if that is known."""
+        return self.ms(choice), None
 
     def step(self) -> Choice:
         choice = self.policy.choose(self.requests, self.context, may_share=True)
@@ -65,19 +71,20 @@ class Server:
             rows = share_out(self.policy.calibration.survival(confidence), choice.rows)
             assert rows.sum() == choice.rows and rows.max() <= choice.width
         correct = np.minimum(correct, rows - 1)
-        ms = self.ms(choice) * self._rng.normal(1, 0.02)
-        self.now += ms / 1000
+        ms, idle_ms = self.times(choice)
+        ms *= self._rng.normal(1, 0.02)
+        self.now += (ms + (idle_ms or 0)) / 1000
         # in the mean over outcomes, which has less noise
         self.tokens += self.requests + float(verified(survival, rows).sum())
         self.choices.append(choice)
-        self._late.append((choice, ms, rows, confidence, correct))
+        self._late.append((choice, (ms, idle_ms), rows, confidence, correct))
         if len(self._late) > LATE:
-            choice, ms, rows, confidence, correct = self._late.popleft()
+            choice, times, rows, confidence, correct = self._late.popleft()
             if choice.rows is None:
                 self.policy.record(choice.width, correct.tolist())
             else:
                 self.policy.record_shared(rows, confidence, correct)
-            self.policy.timed(self.requests, choice, self.context, ms)
+            self.policy.timed(self.requests, choice, self.context, *times)
         return self.choices[-1]
 
     def run(self, seconds: float) -> float:

@@ -1,9 +1,10 @@
-"""Device time of each stage of a step."""
+"""Device time of each stage of a step, and of its wait for the next step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,15 +17,23 @@ class StageClock:
 
     def __init__(self, device_type: str) -> None:
         self._cuda = device_type == "cuda"
-        self._open: list[list[Any]] = []
-        self._current: list[Any] = []
+        self._open: list[_Step] = []
+        self._current = _Step([], follows=False)
+        self._is_interrupted = False
+        # the last step whose times are known, and its seconds
+        self._last: tuple[_Step, float] | None = None
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.steps = 0
-        self._listener: Callable[[float], None] = lambda seconds: None
+        self._listener: Callable[[float, float | None], None] = lambda seconds, idle: None
 
-    def tell(self, listener: Callable[[float], None]) -> None:
-        """Tell the listener the seconds of every step, in order."""
+    def tell(self, listener: Callable[[float, float | None], None]) -> None:
+        """Tell the listener the seconds of every step, in order, and for how long the device then
+        waited for the next one, or None if that did not follow at once."""
         self._listener = listener
+
+    def interrupt(self) -> None:
+        """Note that the device does something else before the next step."""
+        self._is_interrupted = True
 
     def snapshot(self) -> dict[str, Any]:
         """Return the seconds of each stage so far, and the steps they were spent in."""
@@ -36,19 +45,35 @@ class StageClock:
         if self._cuda:
             moment = torch.cuda.Event(enable_timing=True)
             moment.record()
-        self._current.append(moment)
-        if len(self._current) == len(STAGES) + 1:
+        if not self._current.marks:
+            self._current.follows = not self._is_interrupted
+            self._is_interrupted = False
+        self._current.marks.append(moment)
+        if len(self._current.marks) == len(STAGES) + 1:
             self._open.append(self._current)
-            self._current = []
+            self._current = _Step([], follows=False)
             self._settle()
 
     def _settle(self) -> None:
-        while self._open and (not self._cuda or self._open[0][-1].query()):
-            marks = self._open.pop(0)
+        while self._open and (not self._cuda or self._open[0].marks[-1].query()):
+            step = self._open.pop(0)
+            if self._last is not None:
+                last, seconds = self._last
+                idle = self._between(last.marks[-1], step.marks[0]) if step.follows else None
+                self._listener(seconds, idle)
             whole = 0.0
-            for stage, begin, end in zip(STAGES, marks[:-1], marks[1:], strict=True):
-                seconds = begin.elapsed_time(end) / 1000 if self._cuda else end - begin
+            for stage, begin, end in zip(STAGES, step.marks[:-1], step.marks[1:], strict=True):
+                seconds = self._between(begin, end)
                 self.seconds[stage] += seconds
                 whole += seconds
             self.steps += 1
-            self._listener(whole)
+            self._last = step, whole
+
+    def _between(self, begin: Any, end: Any) -> float:
+        return begin.elapsed_time(end) / 1000 if self._cuda else end - begin
+
+
+@dataclass
+class _Step:
+    marks: list[Any]
+    follows: bool  # nothing but the host was between it and the step before

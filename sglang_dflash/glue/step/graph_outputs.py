@@ -22,9 +22,18 @@ from sglang_dflash.glue.models.heads import BlockHead, Drafted, VerifyHead
 from sglang_dflash.glue.step.draft_cache import DraftCache
 from sglang_dflash.kernels import Noise
 
-# requests up to which draft graphs contain the head if widths change: with fewer requests a step is
-# too short for more launches
+# requests up to which draft graphs contain the head, if widths change: with fewer requests a step
+# is too short for more launches
 HEAD_IN_GRAPH = 16
+# and the FLOP of a head that every graph may contain: they take a data-centre card about 0.2 ms,
+# less than it takes the host to launch the head by itself
+FREE_HEAD_FLOP = 1.2e11
+
+
+def requests_with_head(vocab_size: int, hidden_size: int, *, block_size: int) -> int:
+    """Return up to how many requests draft graphs contain the head, if widths change."""
+    flop = 2 * vocab_size * hidden_size * (block_size - 1)
+    return max(HEAD_IN_GRAPH, int(FREE_HEAD_FLOP / flop))
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ class DraftGraphs:
         self._head = head
         self._outputs: DraftGraphOutputs | None = None
         self._largest = 0  # requests of the largest graph; 0 without graphs
-        self._largest_with_head = 0
+        self.largest_with_head = 0  # requests of the largest one that contains the head
 
     def install(
         self,
@@ -122,7 +131,7 @@ class DraftGraphs:
                 return
             if self._outputs is None:
                 # captured from the largest to the smallest
-                self._largest_with_head = size
+                self.largest_with_head = size
                 self._outputs = DraftGraphOutputs(
                     drafts, self._head.allocate_logits(size), sure if with_confidence else None
                 )
@@ -148,7 +157,7 @@ class DraftGraphs:
     def drafts_of(self, draft_result: Any, size: int, noise: Noise | None) -> Drafted | None:
         """Return the result of `BlockHead.draft` for whole blocks of `size` requests; None if the
         pass ran outside a graph, or in one without the head."""
-        if self._outputs is None or size > self._largest_with_head:
+        if self._outputs is None or size > self.largest_with_head:
             return None
         if not draft_result.can_run_graph:
             return None

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from sglang_dflash.costs import GraphCosts
-from sglang_dflash.glue.step.graph_outputs import HEAD_IN_GRAPH
 from sglang_dflash.glue.step.runtime import DFlashRuntime
 from sglang_dflash.glue.step.verify_graphs import VerifyGraphRunner
 from sglang_dflash.kernels import Noise
@@ -39,7 +38,14 @@ def time_step(runtime: DFlashRuntime, target: VerifyGraphRunner, draft: Any) -> 
 
     verify_ms = time_graphs(target, target.capture_num_tokens, fill_with_blocks)
     draft_ms = time_graphs(draft, draft.capture_bs, lambda _size: None)
-    return GraphCosts(size, verify_ms, draft_ms, time_head(runtime), HEAD_IN_GRAPH)
+    return GraphCosts(
+        size,
+        verify_ms,
+        draft_ms,
+        time_head(runtime),
+        runtime.draft_graphs.largest_with_head,
+        overlaps=runtime.config.overlap.schedule,
+    )
 
 
 @torch.no_grad()

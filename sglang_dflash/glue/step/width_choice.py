@@ -101,10 +101,12 @@ class WidthChoice:
         self.policy.record_shared(rows, step.confidence.numpy(), np.asarray(num_correct))
         return dict(zip(step.request_ids, rows.tolist(), strict=True)), step.expected
 
-    def has_time(self, seconds: float) -> None:
-        """Learn the time of the oldest step without one."""
+    def has_time(self, seconds: float, idle: float | None = None) -> None:
+        """Learn the time of the oldest step without one, and for how long the device then waited
+        for the next step, if that followed at once."""
         step = self._without_time.popleft()
-        self.policy.timed(len(step.request_ids), step.choice, step.context, seconds * 1000)
+        idle_ms = None if idle is None else idle * 1000
+        self.policy.timed(len(step.request_ids), step.choice, step.context, seconds * 1000, idle_ms)
 
     def _share(self, num_rows: int) -> RowShare:
         calibration = self.policy.calibration

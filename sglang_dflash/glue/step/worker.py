@@ -32,7 +32,7 @@ from sglang_dflash.glue.startup.server_args import resolve_config
 from sglang_dflash.glue.startup.width_args import why_full_blocks, why_one_width
 from sglang_dflash.glue.step import disaggregation
 from sglang_dflash.glue.step.batch_host import BatchHost, take_features
-from sglang_dflash.glue.step.graph_outputs import HEAD_IN_GRAPH
+from sglang_dflash.glue.step.graph_outputs import requests_with_head
 from sglang_dflash.glue.step.graph_times import time_step
 from sglang_dflash.glue.step.runtime import DFlashRuntime
 from sglang_dflash.glue.step.spec_input import DFlashState
@@ -209,10 +209,16 @@ class DFlashWorker(compat.BaseSpecWorker):
         self.one_width = why_one_width(server_args) or reason
 
     def init_cuda_graphs(self) -> None:
+        drafter = self.config.drafter
+        most_with_head = requests_with_head(
+            drafter.own_vocab_size or drafter.vocab_size,
+            drafter.hidden_size,
+            block_size=self.config.block_size,
+        )
         self.runtime.draft_graphs.install(
             self.runtime.draft_runner,
             max_requests=self.max_requests,
-            max_with_head=self.max_requests if self.one_width else HEAD_IN_GRAPH,
+            max_with_head=self.max_requests if self.one_width else most_with_head,
             with_confidence=self.config.shares_rows and self.one_width is None,
             randomness=self.runtime.buffers.randomness,
         )
@@ -291,6 +297,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             return self._decode(batch, BatchHost(self.runtime, batch, on_publish, grammar_barrier))
 
     def _prefill(self, batch: Any, on_publish: Callable[[Tensor], None] | None) -> Any:
+        self.book.clock.interrupt()
         if batch.input_embeds is not None:
             embeds = embed_all(batch, input_embedding(self.model_runner.model))
             BATCH.write(batch, input_embeds=embeds)
@@ -329,6 +336,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         if not which:
             # they have ended with their first token, or were retracted at once
             return
+        self.book.clock.interrupt()
         info = batch.sampling_info
         if not info.is_all_greedy:
             at = torch.tensor(which).to(self.device, non_blocking=True)

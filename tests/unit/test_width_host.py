@@ -1,0 +1,171 @@
+"""Widths where the host sets the pace: the time of a step is the host's, whatever its rows."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from sglang_dflash.costs import GraphCosts
+from sglang_dflash.host_times import KEPT_STEPS, RECENT_STEPS, HostTimes, Kind
+from sglang_dflash.width import Choice
+from tests.unit.test_confidence import BLOCK
+from tests.unit.test_width_shared import Server, Times, mixed
+from tests.unit.test_width_shared import graph_costs as large_model
+
+# a target of 135M parameters on one H200
+VERIFY_MS = {16: 0.9, 64: 0.95, 128: 1.0, 256: 1.2, 512: 1.6, 1024: 2.6, 2048: 4.7}
+DRAFT_MS = {1: 0.3, 16: 0.4, 64: 0.6, 128: 1.0}
+HOST_MS = {Kind.PLAIN: 2.1, Kind.UNIFORM: 3.2, Kind.SHARED: 4.4}
+# of the time that the device waits for the host, so much lies between the launches of a step
+WITHIN = 0.4
+
+
+def small_model(*, overlaps: bool = True) -> GraphCosts:
+    return GraphCosts(BLOCK, VERIFY_MS, DRAFT_MS, overlaps=overlaps)
+
+
+class HostPaced(Server):
+    """A server whose device waits for the host unless a step has many rows."""
+
+    def __init__(self, lengths: list[float], *, overlaps: bool = True) -> None:
+        super().__init__(lengths, costs=small_model(overlaps=overlaps), true_costs=small_model())
+
+    def host_ms(self, choice: Choice) -> float:
+        # the host also does something for each request
+        return HOST_MS[Kind.of(*choice)] * (1 + self.requests / 128)
+
+    def times(self, choice: Choice) -> Times:
+        device_ms = self.ms(choice)
+        wait = max(0.0, self.host_ms(choice) - device_ms)
+        return device_ms + WITHIN * wait, (1 - WITHIN) * wait + 0.02
+
+    def rate_of(self, choice: Choice) -> float:
+        """Return tokens per second if every step were this one, of one width."""
+        draws = [self.drafter.draw().survival for _ in range(4000 // self.requests)]
+        tokens = 1 + np.concatenate(draws)[:, : choice.width - 1].sum(axis=1).mean()
+        ms = max(self.ms(choice), self.host_ms(choice)) + 0.02
+        return float(1000 * self.requests * tokens / ms)
+
+
+@pytest.mark.parametrize("requests", [1, 8, 32, 64])
+@pytest.mark.parametrize("length", [1.3, 2.5, 4.2])
+def test_where_the_host_sets_the_pace_no_fixed_width_is_better(
+    requests: int, length: float
+) -> None:
+    server = HostPaced([length] * requests)
+    full, plain = server.rate_of(Choice(BLOCK)), server.rate_of(Choice(1))
+    server.run(2)
+    achieved = server.run(10)
+    assert achieved > 0.98 * full
+    assert achieved > 0.98 * plain
+
+
+@pytest.mark.parametrize("requests", [1, 32])
+def test_rows_that_cost_nothing_are_taken(requests: int) -> None:
+    server = HostPaced([4.2] * requests)
+    server.run(2)
+    first = len(server.choices)
+    server.run(5)
+    chosen = server.choices[first:]
+    assert chosen.count(Choice(BLOCK)) > 0.97 * len(chosen)
+
+
+def test_without_the_hosts_times_the_device_alone_decides() -> None:
+    """The contrast that shows what they are for."""
+    server = HostPaced([4.2] * 32, overlaps=False)
+    server.run(2)
+    assert server.run(5) < 0.9 * server.rate_of(Choice(BLOCK))
+
+
+@pytest.mark.parametrize("requests", [2, 8, 64])
+def test_a_device_that_is_never_idle_is_all_that_counts(requests: int) -> None:
+    """What SGLang launches between two steps is no wait for the host."""
+
+    class Busy(Server):
+        def times(self, choice: Choice) -> Times:
+            return self.ms(choice), 0.1
+
+    busy, silent = Busy(mixed(requests)), Server(mixed(requests))
+    assert busy.run(5) == pytest.approx(silent.run(5), rel=0.01)
+    assert busy.policy.costs.snapshot()["host_ms"] == {}
+
+
+def test_a_change_of_load_is_noticed_at_once() -> None:
+    server = HostPaced([4.2] * 32)
+    server.run(3)
+    policy = server.policy
+    assert policy.choose(32, 0, may_share=True) == Choice(BLOCK)
+    # a choice is held for a few steps, but not for another number of requests or kind of batch
+    asked = []
+    step_ms = policy.costs.step_ms
+
+    def count(requests: int, context: int) -> np.ndarray:
+        asked.append(requests)
+        return step_ms(requests, context)
+
+    policy.costs.step_ms = count  # type: ignore[method-assign]
+    for _ in range(18):
+        policy.choose(32, 0, may_share=True)
+    assert len(asked) <= 2
+    policy.choose(31, 0, may_share=True)
+    policy.choose(31, 0, may_share=False)
+    policy.choose(31, 0, may_share=False)
+    assert asked[-2:] == [31, 31]
+    policy.admit(1, 31)
+    policy.choose(31, 0, may_share=False)
+    assert asked[-3:] == [31, 31, 31]
+
+
+def test_the_time_of_a_kind_is_the_median_of_recent_steps() -> None:
+    times = HostTimes()
+    assert times.ms(Kind.SHARED, 8) == 0
+    assert not times.record(Kind.SHARED, 8, 3.0, 0.1), "the device was busy"
+    assert times.ms(Kind.SHARED, 8) == 0
+    for idle in (1.0, 1.2, 50.0):
+        assert times.record(Kind.SHARED, 8, 3.0, idle)
+    assert times.ms(Kind.SHARED, 8) == pytest.approx(4.2)
+    # up to the next doubling of requests, and for no other kind
+    assert times.ms(Kind.SHARED, 15) == pytest.approx(4.2)
+    assert times.ms(Kind.SHARED, 16) == times.ms(Kind.UNIFORM, 8) == 0
+    assert json.loads(json.dumps(times.snapshot())) == {"shared": {"8": 4.2}}
+    # the device has become the slower of the two
+    for _ in range(RECENT_STEPS):
+        times.record(Kind.SHARED, 8, 9.0, 0.1)
+    assert times.ms(Kind.SHARED, 8) == 0
+    assert times.snapshot() == {}
+
+
+def test_a_step_that_nothing_followed_is_as_those_before_it() -> None:
+    times = HostTimes()
+    assert not times.record(Kind.PLAIN, 1, 3.0, None)
+    times.record(Kind.PLAIN, 1, 3.0, 1.0)
+    assert times.record(Kind.PLAIN, 1, 3.0, None)
+    assert times.ms(Kind.PLAIN, 1) == 4.0
+
+
+def test_what_was_learnt_of_a_kind_long_ago_is_tried_again() -> None:
+    times = HostTimes()
+    times.record(Kind.SHARED, 4, 3.0, 40.0)
+    for _ in range(KEPT_STEPS):
+        times.record(Kind.UNIFORM, 4, 3.0, 1.0)
+    assert times.ms(Kind.SHARED, 4) == 43.0
+    times.record(Kind.UNIFORM, 4, 3.0, 1.0)
+    assert times.ms(Kind.SHARED, 4) == 0
+    assert times.ms(Kind.UNIFORM, 4) == 4.0
+
+
+def test_what_the_host_has_slowed_says_nothing_about_the_device() -> None:
+    costs = large_model()
+    before = costs.step_ms(8, 0)[BLOCK - 1]
+    for _ in range(50):
+        costs.record(8, BLOCK, 0, 1.5 * before, None, 20.0)
+    assert json.loads(json.dumps(costs.snapshot()))["host_ms"] == {
+        "uniform": {"8": round(1.5 * before + 20.0, 3)}
+    }
+    # no graph was corrected: at another load of the same graph the device's time holds
+    graph = large_model()
+    assert costs.step_ms(4, 0).tolist() == graph.step_ms(4, 0).tolist()
+    assert costs.step_ms(8, 0)[0] == graph.step_ms(8, 0)[0]
+    assert (costs.step_ms(8, 0)[1:] == 1.5 * before + 20.0).all()
