@@ -12,7 +12,8 @@ automatic, and in fp32 also changes at every step. Then the 31B recipe starts at
 an OpenAI client, and its step is timed.
 
 Writes the results, durations, versions and the commit to benchmarks/results/smoke-h200.json (named
-after the GPU), against which `make test` compares the serving path of the tree.
+after the GPU, and after the release of SGLang unless it is the newest that is served), against
+which `make test` compares the serving path of the tree.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks import gpu, recipes, result_files
+from sglang_dflash.glue import release
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.testing.server import ROOT, SCHEDULES, START_TIMEOUT_S, Server, free_port
 from tests.smoke.checks import (
@@ -178,7 +180,8 @@ def is_fine(found: dict[str, Any]) -> bool:
 
 def result_file() -> Path:
     card = gpu.gpu_name().split()[-1].lower()
-    return ROOT / "benchmarks" / "results" / f"smoke-{card}.json"
+    of_release = "" if release.installed() == release.NEWEST else f"-{release.installed()}"
+    return ROOT / "benchmarks" / "results" / f"smoke{of_release}-{card}.json"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -190,7 +193,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--commit", help="commit to record if the tree is a copy without git history"
     )
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/smoke-CARD.json")
+    parser.add_argument(
+        "--out", type=Path, help="default: by card and release, in benchmarks/results"
+    )
     return parser.parse_args(arguments)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULT = ROOT / "benchmarks" / "results" / "smoke-h200.json"
+RESULTS = ROOT / "benchmarks" / "results"
 SERVING_PATH = ["sglang_dflash", ":!*.md"]
 # the other commands start servers
 BESIDE = ("commands/report.py", "commands/train.py", "glue/programs/offline_engine.py")
@@ -27,12 +28,18 @@ def changed_since(commit: str) -> list[str] | None:
 
 
 def report() -> str:
-    name = RESULT.relative_to(ROOT)
-    if not RESULT.is_file():
-        return f"smoke: {name} does not exist: run `make smoke` on a GPU."
-    found = json.loads(RESULT.read_text())
+    """Return a paragraph for each release of SGLang that the smoke test ran with."""
+    results = [json.loads(file.read_text()) for file in RESULTS.glob("smoke-*.json")]
+    if not results:
+        name = RESULTS.relative_to(ROOT)
+        return f"smoke: {name} has no result: run `make smoke` on a GPU."
+    return "\n".join(map(describe, sorted(results, key=lambda found: str(found["sglang"]))))
+
+
+def describe(found: dict[str, Any]) -> str:
+    """Return the verdict of a smoke test, and what has changed since."""
     commit, verdict = found["commit"], "passed" if found["passed"] else "FAILED"
-    at = f"smoke: {verdict} on {found['gpu']} at {commit}"
+    at = f"smoke: {verdict} on {found['gpu']} with SGLang {found['sglang']} at {commit}"
     files = changed_since(commit) if commit else None
     if files is None:
         return f"{at}, a commit that is not in this history."

@@ -18,16 +18,20 @@ BESIDE = ("sglang_dflash/commands/report.py", "sglang_dflash/train/loss.py", "RE
 def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with a commit at which the smoke test passed."""
     monkeypatch.setattr(since, "ROOT", tmp_path)
-    monkeypatch.setattr(since, "RESULT", tmp_path / "smoke.json")
+    monkeypatch.setattr(since, "RESULTS", tmp_path)
     for name in (*SERVING, *BESIDE):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("before\n")
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", ".")
     git(tmp_path, "-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "first")
-    found = {"commit": git(tmp_path, "rev-parse", "HEAD"), "passed": True, "gpu": "NVIDIA H200"}
-    (tmp_path / "smoke.json").write_text(json.dumps(found))
+    keep(tmp_path / "smoke-h200.json", git(tmp_path, "rev-parse", "HEAD"), release="0.5.23")
     return tmp_path
+
+
+def keep(file: Path, commit: str, *, release: str) -> None:
+    found = {"commit": commit, "passed": True, "gpu": "NVIDIA H200", "sglang": release}
+    file.write_text(json.dumps(found))
 
 
 def git(folder: Path, *words: str) -> str:
@@ -47,13 +51,13 @@ def test_training_and_words_are_not_the_serving_path(history: Path) -> None:
     assert since.report().endswith("unchanged since.")
 
 
-def test_a_commit_of_another_history_is_said(history: Path) -> None:
-    (history / "smoke.json").write_text(
-        json.dumps({"commit": "0" * 40, "passed": True, "gpu": "NVIDIA H200"})
-    )
-    assert "is not in this history" in since.report()
+def test_each_release_has_its_result_and_a_commit_of_another_history_is_said(history: Path) -> None:
+    keep(history / "smoke-0.5.17-h200.json", "0" * 40, release="0.5.17")
+    older, newer = since.report().splitlines()
+    assert "SGLang 0.5.17" in older and "is not in this history" in older
+    assert "SGLang 0.5.23" in newer and newer.endswith("unchanged since.")
 
 
 def test_without_a_result_the_smoke_is_asked_for(history: Path) -> None:
-    (history / "smoke.json").unlink()
+    (history / "smoke-h200.json").unlink()
     assert "make smoke" in since.report()
