@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 import traceback
@@ -72,7 +73,9 @@ def start(family: Family, folder: Path, *, small: bool) -> dict[str, Server]:
     graphs = ["--cuda-graph-max-bs-decode", str(LARGEST_GRAPH), "--disable-prefill-cuda-graph"]
     # experts in plain torch read sizes on the host, which a CUDA graph cannot
     exact = ["--disable-cuda-graph"] if family.has_experts or small else graphs
-    env = {"PYTHONPATH": str(PLUGINS), "WIDE_WEIGHTS": "1", **SCHEDULES["plan stream"]}
+    # SGLang itself may be on the path that is inherited
+    path = os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH")]))
+    env = {"PYTHONPATH": path, "WIDE_WEIGHTS": "1", **SCHEDULES["plan stream"]}
     model = ["--model-path", str(target)]
     found: dict[str, Server] = {
         "plain": Exact(*common, *exact, *model, plain=True, env=env),
