@@ -215,6 +215,8 @@ class DFlashConfig:
     simulated_accept_length: float | None = None
     # for benchmarks: commit as many as drawn from the profile that a request's id names
     draws_acceptance: bool = False
+    # for debugging: whether the ranks compare every step
+    compares_ranks: bool = False
 
     @property
     def has_full_blocks(self) -> bool:

@@ -18,6 +18,7 @@ DRAW_ACCEPTANCE = "SGLANG_DFLASH_DRAW_ACCEPTANCE"
 ALARM = "SGLANG_DFLASH_ALARM"
 ALARM_WINDOW = "SGLANG_DFLASH_ALARM_WINDOW"
 RANK_PATIENCE = "SGLANG_DFLASH_RANK_PATIENCE"
+COMPARE_RANKS = "SGLANG_DFLASH_COMPARE_RANKS"
 DEFAULT_PATIENCE = 30  # seconds
 PAIRS = "SGLANG_DFLASH_PAIRS"
 DEFAULT_ALARM = 1.5  # tokens per step; below it a block costs more than it gains
@@ -122,6 +123,11 @@ class Environment:
     def rank_patience(self) -> float:
         """Seconds after which a rank that does not answer ends the server; 0 for never."""
         return self._number(RANK_PATIENCE, DEFAULT_PATIENCE, least=0.0)
+
+    @property
+    def compares_ranks(self) -> bool:
+        """Whether the ranks compare every step, for debugging; it makes steps slower."""
+        return self._switch(COMPARE_RANKS, default=False)
 
     @property
     def pairs_folder(self) -> Path | None:

@@ -86,7 +86,7 @@ def watched(loop: Callable[[], None]) -> None:
     if own is None or own.patience_s == 0:
         loop()
         return
-    own.start(places, end=_end_server)
+    own.start(places, end=end_server)
     try:
         loop()
     except Exception:
@@ -103,8 +103,11 @@ def begin_step() -> None:
         own.begin_step()
 
 
-def _end_server(reason: str) -> None:
+def end_server(reason: str) -> None:
+    """End this server, with a sentence; returns at once."""
     logger.error("%s This server ends.", reason)
+    for own, _ in _heartbeat:
+        own.is_explained()
     threading.Thread(target=_end_soon, daemon=True).start()
 
 

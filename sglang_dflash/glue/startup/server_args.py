@@ -123,6 +123,7 @@ def resolve_config(server_args: Any, *, target_config: Any) -> cfg.DFlashConfig:
         shares_rows=Environment().shares_rows,
         simulated_accept_length=Environment().simulated_accept_length,
         draws_acceptance=Environment().draws_acceptance,
+        compares_ranks=Environment().compares_ranks,
     )
 
 

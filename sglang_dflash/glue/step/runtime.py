@@ -15,7 +15,8 @@ from sglang_dflash.glue.models.heads import BlockHead, DraftHead, VerifyHead
 from sglang_dflash.glue.models.own_head import OwnDraftHead
 from sglang_dflash.glue.sampling.penalties import PenaltyTable
 from sglang_dflash.glue.sampling.row_sampler import RowSampler
-from sglang_dflash.glue.step.agreement import Agreement
+from sglang_dflash.glue.startup import ranks
+from sglang_dflash.glue.step.agreement import Agreement, Comparison
 from sglang_dflash.glue.step.draft_cache import DraftCache
 from sglang_dflash.glue.step.graph_outputs import DraftGraphs, VerifyGraphs
 from sglang_dflash.glue.step.verify_graphs import VerifyGraphRunner
@@ -63,7 +64,9 @@ class DFlashRuntime:
             self.verify_head,
             PenaltyTable(self.target_runner.model_config.vocab_size, draft_runner.device),
         )
-        self.agreement = Agreement(compat.get_tp_group())
+        group = compat.get_tp_group()
+        self.agreement = Agreement(group)
+        self.comparison = Comparison(group, is_on=config.compares_ranks, end=ranks.end_server)
         self.draft_cache = DraftCache(draft_runner, ops)
         self.verify_graphs = VerifyGraphs(
             self.verify_head, self.draft_cache, block_size=config.block_size

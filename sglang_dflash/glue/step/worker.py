@@ -130,6 +130,7 @@ class DFlashWorker(compat.BaseSpecWorker):
                 "shares_rows": self.runtime.shares_rows,
                 "fixed_because": self.one_width,
             },
+            "compared_steps": self.runtime.comparison.steps,
             "alarm_below": self.book.alarm.threshold,
             **self.config.summary(),
         }
@@ -355,6 +356,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         width, share = self.width.start(
             host.request_ids(), host.context_bound, may_share=host.may_share_rows
         )
+        self.runtime.comparison.begin(host.request_ids, context, width, share)
         commit = decode_step(
             host,
             self.ops,
@@ -366,6 +368,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             config=self.config,
             simulation=self.simulation,
         )
+        self.runtime.comparison.finish(commit)
         self.width.committed(commit)
         return compat.GenerationBatchResult(
             logits_output=host.target_result.logits_output,
