@@ -62,6 +62,7 @@ class Pair:
                 **TWO_CORES,
                 **SCHEDULES["plan stream"],
                 **FULL_BLOCKS,
+                "SPLIT_PRODUCTS": "1",
             },
         )
 
@@ -93,6 +94,12 @@ def test_right_drafts_are_taken_on_both_ranks(pair: Pair) -> None:
     found = pair.ask("right14")
     assert [answer["output_ids"] for answer in found] == pair.answers
     assert [answer["meta_info"]["spec_verify_ct"] for answer in found] == [2] * len(found)
+
+
+def test_gemma_layers_are_fused_on_both_ranks(pairs: dict[str, Pair]) -> None:
+    """Their answers are checked above. What is fused must not depend on the number of ranks."""
+    layers = {name: pair.server.state()["sglang_dflash"]["layers"] for name, pair in pairs.items()}
+    assert layers == {"gemma4-for-two": "sglang_dflash.torch", "qwen3-moe": "sglang"}
 
 
 def test_both_ranks_draft_as_the_oracle_does(pair: Pair) -> None:

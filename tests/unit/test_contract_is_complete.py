@@ -190,6 +190,7 @@ ALSO_USED = {
     "Gemma4MoE": "a layer's `moe`, called by position",
     "rotary_forward": "a drafter's `rotary_emb`, called by position",
     "gemma4_layer_result": "what our layer returns in its place",
+    "gemma4_parts": "what SGLang's layer sums over the ranks",
     "gemma4_stages": "how SGLang's layer leaves its residual",
     "norm_forward": "a drafter's norms, called",
     "process_prebuilt": "how SGLang calls our `begin_decoding`",

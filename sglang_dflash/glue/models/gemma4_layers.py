@@ -4,6 +4,9 @@ The forward of each layer is replaced on the instance, for verify blocks only. N
 k and v are one launch, and so are the norms around a residual, even across a layer boundary. With
 few rows, GEMMs of shapes that measured faster run as `thin_linear`. The kernels are in
 `kernels/gemma_layer/`. The experts themselves stay SGLang's.
+
+With tensor parallelism every rank fuses its shard. Its heads are whole, and what is normalised is a
+sum over the ranks, so the output of attention, MLP and experts is summed first, as SGLang does.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sglang_dflash.glue import changes, seams
+from sglang_dflash.glue import changes, compat, seams
 from sglang_dflash.kernels import Ops
 
 PRODUCTS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
@@ -23,12 +26,13 @@ def install_fused_layers(model: Any, ops: Ops) -> str:
     layers = [m for m in model.modules() if type(m).__name__ == "Gemma4DecoderLayer"]
     if not layers:
         return "sglang"
-    reasons = {reason for layer in layers if (reason := _why_not(layer)) is not None}
+    group = compat.get_tp_group()
+    reasons = {_why_not(layer, ranks=group.world_size) for layer in layers} - {None}
     if reasons:
-        return f"sglang ({', '.join(sorted(reasons))})"
+        return f"sglang ({', '.join(sorted(map(str, reasons)))})"
     following: FusedLayer | None = None
     for layer in reversed(layers):
-        following = FusedLayer(layer, following, ops)
+        following = FusedLayer(layer, following, ops, group)
     return f"sglang_dflash.{ops.name}"
 
 
@@ -50,7 +54,7 @@ def fold_router_scales(model: Any) -> None:
             module.fuse_scale()
 
 
-def _why_not(layer: Any) -> str | None:
+def _why_not(layer: Any, *, ranks: int) -> str | None:
     """Return what the fused layer does not support in a layer; None if it supports all of it."""
     attention = layer.self_attn
     if layer.has_ple:
@@ -64,8 +68,8 @@ def _why_not(layer: Any) -> str | None:
         module = layer.get_submodule(path)
         if module.bias is not None:
             return "bias"
-        if seams.ranks_of(module) > 1:
-            return "tensor parallelism"
+        if seams.ranks_of(module) != ranks:
+            return "layers on some of the ranks"
         if type(module.quant_method).__name__ != "UnquantizedLinearMethod":
             return "quantised weights"
         if getattr(module, "use_intel_amx_backend", False):
@@ -76,10 +80,12 @@ def _why_not(layer: Any) -> str | None:
 class FusedLayer:
     """One layer's verify pass. It also applies the next layer's input norm to its result."""
 
-    def __init__(self, layer: Any, following: FusedLayer | None, ops: Ops) -> None:
+    def __init__(self, layer: Any, following: FusedLayer | None, ops: Ops, group: Any) -> None:
+        """`group` is SGLang's group of the ranks over which the layer is divided."""
         self._layer = layer
         self._following = following
         self._ops = ops
+        self._group = group if group.world_size > 1 else None
         self._original = layer.forward
         # the previous layer's result, and that result with our input norm applied
         self._ready: tuple[Tensor, Tensor] | None = None
@@ -142,7 +148,7 @@ class FusedLayer:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the experts' output [n, H], and the norm weights of the MLP's output and of it."""
         layer = self._layer
-        answer = layer.moe(for_experts, layer.router.proj(for_router)[0])
+        answer = seams.sum_experts(layer.moe(for_experts, layer.router.proj(for_router)[0]))
         mlp_norm, own_norm = layer.post_feedforward_layernorm_1, layer.post_feedforward_layernorm_2
         return answer, mlp_norm.weight, own_norm.weight
 
@@ -159,8 +165,8 @@ class FusedLayer:
     def _attend(self, x: Tensor, positions: Tensor, forward_batch: Any) -> Tensor:
         """Return the attention output as split-K partial sums, [S, n, H]."""
         own = self._layer.self_attn
-        partial_sums = self._multiply(x, own.qkv_proj)
-        qkv = partial_sums[0] if len(partial_sums) == 1 else partial_sums.sum(0).to(x.dtype)
+        partial_sums = self._ops.thin_linear(x, own.qkv_proj.weight)
+        qkv = own.qkv_proj(x)[0] if partial_sums is None else _total(partial_sums, x)
         self._ops.norm_and_rotate_qkv(
             qkv,
             positions,
@@ -174,13 +180,24 @@ class FusedLayer:
         heads = qkv.unflatten(-1, (-1, own.head_dim))
         sizes = (own.num_heads, own.num_kv_heads, own.num_kv_heads)
         attended = own.attn(*heads.split(sizes, dim=1), forward_batch=forward_batch)
-        return self._multiply(attended.flatten(1), own.o_proj)
+        return self._sum_over_ranks(attended.flatten(1), own.o_proj)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         """Return the MLP output as split-K partial sums, [S, n, H]."""
         mlp = self._layer.mlp
-        return self._multiply(mlp.act_fn(mlp.gate_up_proj(x)[0]), mlp.down_proj)
+        return self._sum_over_ranks(mlp.act_fn(mlp.gate_up_proj(x)[0]), mlp.down_proj)
 
-    def _multiply(self, x: Tensor, linear: Any) -> Tensor:
+    def _sum_over_ranks(self, x: Tensor, linear: Any) -> Tensor:
+        """Return a product whose depth is divided over the ranks, as partial sums [S, n, H]: those
+        of the kernel, or with several ranks a single one, their sum in x's dtype."""
         partial_sums = self._ops.thin_linear(x, linear.weight)
-        return linear(x)[0][None] if partial_sums is None else partial_sums
+        if partial_sums is None:
+            partial_sums = linear(x, skip_all_reduce=True)[0][None]
+        if self._group is None:
+            return partial_sums
+        return self._group.all_reduce(_total(partial_sums, x))[None]
+
+
+def _total(partial_sums: Tensor, x: Tensor) -> Tensor:
+    """Return the sum of split-K partial sums in x's dtype, [n, N]."""
+    return partial_sums[0] if len(partial_sums) == 1 else partial_sums.sum(0).to(x.dtype)

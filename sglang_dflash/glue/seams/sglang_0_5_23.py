@@ -164,6 +164,11 @@ def over_ranks(shards: int) -> dict[str, Any]:
     return {"parallel_group": "replicated"} if shards == 1 else {}
 
 
+def sum_experts(part: Tensor) -> Tensor:
+    """Return the sum over all ranks of what a layer's experts return, which is this rank's part."""
+    return compat.sum_post_experts_output(part)
+
+
 def enter_gemma_layer(hidden_states: Tensor, keywords: dict[str, Any]) -> None:
     """Do what SGLang's layer does with its input besides computing: capture it for the drafter."""
     capture = keywords.get("capture_output")

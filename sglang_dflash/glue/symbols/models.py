@@ -47,7 +47,10 @@ SYMBOLS: dict[str, Symbol] = {
     ),
     # a product comes with the bias that is left to add
     "row_parallel_forward": Symbol(
-        "srt.layers.linear", "RowParallelLinear.forward", returns=("(output, output_bias)",)
+        "srt.layers.linear",
+        "RowParallelLinear.forward",
+        ("skip_all_reduce",),
+        returns=("(output, output_bias)",),
     ),
     "column_parallel_forward": Symbol(
         "srt.layers.linear", "ColumnParallelLinear.forward", returns=("(output, output_bias)",)

@@ -130,6 +130,19 @@ SYMBOLS: dict[str, Symbol] = {
         order=("group",),
         returns=("(0, 1) if group is None else (group.rank_in_group, group.world_size)",),
     ),
+    "sum_post_experts_output": Symbol(
+        "srt.layers.moe.utils", "sum_post_experts_output", order=("hidden_states",)
+    ),
+    # each part of a layer is left to be summed
+    "gemma4_parts": Symbol(
+        "srt.models.gemma4_causal",
+        "Gemma4DecoderLayer._next_stream",
+        calls=(
+            "self.ffn_boundary.sum_part(self.mlp(hidden_states), forward_batch, SumGroup.TP)",
+            "self.ffn_boundary.sum_part(self.moe(hidden_states_2, router_logits), forward_batch, "
+            "SumGroup.MOE_OUTPUT)",
+        ),
+    ),
     "capture_features": Symbol(
         "srt.layers.aux_hidden_states",
         "AuxHiddenStateList.capture",

@@ -130,8 +130,8 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.distributed.parallel_state",
         "GroupCoordinator",
         attributes=names(
-            """all_gather all_gather_object broadcast broadcast_object cpu_group rank_in_group
-            world_size"""
+            """all_gather all_gather_object all_reduce broadcast broadcast_object cpu_group
+            rank_in_group world_size"""
         ),
     ),
     "broadcast": Symbol(
@@ -142,6 +142,9 @@ SYMBOLS: dict[str, Symbol] = {
     ),
     "all_gather_object": Symbol(
         "srt.distributed.parallel_state", "GroupCoordinator.all_gather_object", order=names("obj")
+    ),
+    "all_reduce": Symbol(
+        "srt.distributed.parallel_state", "GroupCoordinator.all_reduce", order=names("input_")
     ),
     "all_gather": Symbol(
         "srt.distributed.parallel_state", "GroupCoordinator.all_gather", order=names("input_ dim")
