@@ -10,6 +10,13 @@ and grammar-constrained. --no-seeds replaces seeded requests with unseeded ones,
 reference answer and must only end as requested. Passes with no wrong answer, no stuck request, all
 KV slots free and flat memory; otherwise exits with status 1.
 
+With --ranks 2 each DFLASH server has two tensor-parallel ranks, which share a GPU if there is only
+one, and compare every step: a difference ends the server, and with it the storm. --steps ends the
+storm after so many compared steps, and fails if --seconds come first:
+
+    python -m benchmarks.soak --ranks 2 --steps 10000 --seconds 400 --script tests/gpu.sh \\
+        --pool 3000 --chunk 512
+
 A tiny model is host-bound: several pairs of servers, each with its own storm of requests, fill a
 GPU. CUDA MPS, if its daemon runs, avoids context switches between their processes.
 """
@@ -30,8 +37,10 @@ from typing import Any
 from benchmarks import result_files, systems
 from benchmarks.soak_requests import choose_kinds, encode_questions, write_other_weights
 from benchmarks.soak_storm import Outcome, Pair, Storm, warm_up
+from sglang_dflash.environment import COMPARE_RANKS
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.testing.server import Server
+from sglang_dflash.testing.two_ranks import TwoRanks
 
 CONTEXT = "2048"
 PLAIN_POOL = "16384"
@@ -49,6 +58,7 @@ def faults(report: dict[str, Any]) -> list[str]:
     answered = sum(report["by_kind"].values()) + len(report["failed"])
     is_long = report["requests"] >= LONG_STORM
     slots, pool = report["free_kv_slots"], report["pool"]
+    compared, steps = report["compared_steps"], report.get("steps", 0)
     found = {
         f"{len(report['wrong'])} wrong answers: {report['wrong'][:3]}": report["wrong"],
         f"{len(report['failed'])} failed: {report['failed'][:3]}": report["failed"],
@@ -57,6 +67,7 @@ def faults(report: dict[str, Any]) -> list[str]:
         # depends on timing; a short storm may have none
         "no request was retracted: the pool is too large": is_long and not report["retractions"],
         "no request hit the prefix cache": is_long and not report["prefix_hits"],
+        f"{compared} steps were compared, not {steps}": any(each < steps for each in compared),
         f"memory grew by {growth} MB": any(mb > MEMORY_SLACK_MB for mb in growth),
     }
     return [what for what, is_so in found.items() if is_so]
@@ -69,6 +80,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--seconds", type=float, default=0, help="run for this long instead of --requests"
     )
     parser.add_argument("--pairs", type=int, default=1, help="server pairs, each with its own load")
+    parser.add_argument(
+        "--ranks", type=int, choices=(1, 2), default=1, help="of each DFLASH server"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=0, help="compared steps of a pair after which to end"
+    )
     parser.add_argument("--concurrency", type=int, default=12, help="concurrent requests per pair")
     parser.add_argument(
         "--updates", type=int, help="weight updates; default: 2 in a long run, else 0"
@@ -99,6 +116,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             f"--requests {options.requests} --pairs {options.pairs}: each pair needs at "
             "least one request"
         )
+    if options.steps and options.ranks == 1:
+        parser.error(f"--steps {options.steps} needs --ranks 2: a single rank compares nothing")
     return options
 
 
@@ -109,9 +128,12 @@ def start(options: argparse.Namespace) -> Pair:
     # on a GPU every batch runs in a CUDA graph
     common += ["--cuda-graph-max-bs-decode", str(options.max_running)]
     common += DETERMINISTIC if options.seeds else []
+    pool = ["--max-total-tokens", str(options.pool)]
     return Pair(
         plain=Server(*common, "--max-total-tokens", PLAIN_POOL, plain=True),
-        dflash=Server(*common, "--max-total-tokens", str(options.pool)),
+        dflash=Server(*common, *pool)
+        if options.ranks == 1
+        else TwoRanks(*common, *pool, env={COMPARE_RANKS: "1"}),
     )
 
 
@@ -150,7 +172,7 @@ def run(pairs: list[Pair], options: argparse.Namespace) -> dict[str, Any]:
         storms = [Storm(pair, options, i, questions) for i, pair in enumerate(pairs)]
         for outcome in pool.map(lambda storm: storm.run(other_weights), storms):
             total.add(outcome)
-    settings = ("pairs", "concurrency", "max_running", "pool", "chunk", "seeds")
+    settings = ("pairs", "concurrency", "max_running", "pool", "chunk", "seeds", "ranks", "steps")
     return {
         **{name: getattr(options, name) for name in settings},
         "seconds": round(time.monotonic() - began, 1),
@@ -164,7 +186,9 @@ def table(report: dict[str, Any]) -> str:
     """Return the key numbers as Markdown."""
     lines = ["| | |", "|---|---|"]
     lines += [f"| {kind} | {number} |" for kind, number in report["by_kind"].items()]
+    names: tuple[str, ...]
     names = ("requests", "seconds", "aborted", "prefix_hits", "retractions", "updates", "tokens")
+    names += ("compared_steps",) if any(report["compared_steps"]) else ()
     lines += [f"| {name.replace('_', ' ')} | {report[name]} |" for name in names]
     lines += [f"| {name} | {len(report[name])} |" for name in ("ties", "wrong", "failed")]
     lines += [f"| schedule | {', '.join(report['schedule'])} |"]

@@ -31,9 +31,11 @@ from benchmarks.soak_requests import (
 )
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.testing.server import Server
+from sglang_dflash.testing.two_ranks import TwoRanks
 
 UPDATE_TIMEOUT_S = 120
 MEMORY_SAMPLES = 12
+POLL_S = 2
 # transformers changes torch's global defaults while loading a model, for all threads
 LOADING = threading.Lock()
 # a dead server fails every further request
@@ -63,6 +65,7 @@ class Outcome:
     memory_mb: list[list[int]] = field(default_factory=list)
     free_kv_slots: list[int | None] = field(default_factory=list)
     accept_length: list[float | None] = field(default_factory=list)
+    compared_steps: list[int] = field(default_factory=list)
     schedule: list[str] = field(default_factory=list)
     verify_attention: list[str] = field(default_factory=list)
 
@@ -87,6 +90,8 @@ class Storm:
         self.differing: list[dict[str, Any]] = []
         self.memory: list[int] = []
         self.lock = threading.Lock()
+        # compared by the ranks, when last asked
+        self.steps, self.asked = 0, 0.0
 
     def run(self, other_weights: Path | None) -> Outcome:
         """Run the storm, switching the weights back and forth in between; return its outcome."""
@@ -111,9 +116,16 @@ class Storm:
         return self.outcome
 
     def progress(self) -> float:
+        """Return the part of the storm that is over, by whichever limit comes first."""
+        steps, now = self.options.steps, time.monotonic()
+        if steps and now - self.asked > POLL_S:
+            self.asked = now
+            with contextlib.suppress(requests.RequestException):
+                self.steps = self.pair.dflash.state()["sglang_dflash"]["compared_steps"]
+        by_steps = self.steps / steps if steps else 0.0
         if self.options.seconds:
-            return (time.monotonic() - self.began) / self.options.seconds
-        return self.outcome.requests / self.share
+            return max(by_steps, (now - self.began) / self.options.seconds)
+        return by_steps if steps else self.outcome.requests / self.share
 
     def work(self, until: float) -> None:
         """Send one request after another until the progress reaches `until`."""
@@ -208,6 +220,7 @@ class Storm:
             outcome.failed.append(f"{error}. The log ends:\n{self.pair.dflash.log()[-3000:]}")
         outcome.free_kv_slots = [state.get("free_kv_slots")]
         outcome.accept_length = [state.get("acceptance", {}).get("accept_length")]
+        outcome.compared_steps = [state.get("compared_steps", 0)]
         outcome.schedule = [schedule_of(state)] if state else []
         outcome.verify_attention = [state["verify_attention"]] if state else []
 
@@ -232,7 +245,7 @@ def schedule_of(state: dict[str, Any]) -> str:
 
 
 def memory_mb(server: Server) -> int:
-    total = 0
+    total = memory_mb(server.other) * 2**20 if isinstance(server, TwoRanks) else 0
     with contextlib.suppress(psutil.NoSuchProcess):
         parent = psutil.Process(server.pid)
         for process in (parent, *parent.children(recursive=True)):
