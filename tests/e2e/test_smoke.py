@@ -8,7 +8,7 @@ import torch
 from tests.smoke import run
 from tests.smoke.checks import EXACT, Checks
 
-GEMMA = run.FAMILIES[0]
+GEMMA, GEMMA_WITH_EXPERTS = run.FAMILIES[:2]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="`make smoke` runs all of it")
@@ -18,6 +18,24 @@ def test_a_family_passes_on_a_cpu() -> None:
     checks = found["checks"]["exact"]
     assert {f"{kind}, 12 requests" for kind in EXACT} <= set(checks)
     assert "our worker, plan_stream" in checks
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="`--tp 2` runs all of it")
+def test_a_family_passes_on_two_ranks_of_a_cpu() -> None:
+    """As on one GPU, but for NCCL and CUDA graphs: both ranks fuse their shards of Gemma's layers,
+    experts included, and compare every step."""
+    found = run.run_family(GEMMA_WITH_EXPERTS, small=True, ranks=2)
+    assert run.is_fine(found), found
+    exact = found["checks"]["exact"]
+    assert {"our worker, layers", "ranks compared in every step"} <= set(exact)
+    assert {f"{kind}, as one rank" for kind in EXACT} == set(found["checks"]["plain"])
+
+
+def test_two_ranks_have_families_of_their_own() -> None:
+    options = run.parse(["--tp", "2"])
+    assert options.families == list(run.ON_TWO_RANKS) and options.is_whole and options.no_recipe
+    with pytest.raises(SystemExit):
+        run.parse(["--tp", "2", "--families", "llama"])
 
 
 def test_a_differing_answer_fails() -> None:

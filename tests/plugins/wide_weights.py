@@ -3,7 +3,7 @@
 `--load-format dummy` draws every parameter, norms included, from within 0.001 of zero. A layer's
 contribution is then negligible, and a server that attends to the wrong keys answers like a correct
 one. With WIDE_WEIGHTS=1 weights are as wide as trained ones and seeded by name, so that all servers
-with the same shapes have the same weights.
+with the same shapes have the same weights. Ranks cut their shards from the weights of one rank.
 """
 
 from __future__ import annotations
@@ -29,12 +29,71 @@ def draw_weights(model: Any) -> None:
         for name, tensor in model.state_dict().items():
             if not torch.is_floating_point(tensor):
                 continue
-            generator = torch.Generator(device=tensor.device)
-            generator.manual_seed(zlib.crc32(name.encode()))
-            if tensor.ndim < 2:
-                # norms and scales; acceptable for a bias, too
-                tensor.uniform_(0.5, 1.5, generator=generator)
+            path, _, own_name = name.rpartition(".")
+            dim, parts = shards(model.get_submodule(path), own_name, tensor)
+            if not parts:
+                draw(tensor, name)
                 continue
-            # logits span about 20, so that two tokens are hardly ever within rounding error
-            gain = 5.0 if "embed" in name or "lm_head" in name else 1.5
-            tensor.normal_(std=gain * tensor.shape[-1] ** -0.5, generator=generator)
+            shape = list(tensor.shape)
+            shape[dim] = sum(size for size, _ in parts)
+            whole = tensor.new_empty(shape)
+            draw(whole, name)
+            tensor.copy_(cut(whole, dim, parts))
+
+
+def draw(tensor: Any, name: str) -> None:
+    """Fill a tensor that no rank has cut yet."""
+    import torch
+
+    generator = torch.Generator(device=tensor.device)
+    generator.manual_seed(zlib.crc32(name.encode()))
+    if tensor.ndim < 2:
+        # norms and scales; acceptable for a bias, too
+        tensor.uniform_(0.5, 1.5, generator=generator)
+        return
+    # logits span about 20, so that two tokens are hardly ever within rounding error
+    gain = 5.0 if "embed" in name or "lm_head" in name else 1.5
+    tensor.normal_(std=gain * tensor.shape[-1] ** -0.5, generator=generator)
+
+
+def shards(module: Any, name: str, tensor: Any) -> tuple[int, list[tuple[int, int]]]:
+    """Return the dimension in which ranks divide a tensor, and the size of each of its parts, whole
+    and on this rank. There are none if every rank has all of it."""
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    here = tensor.shape
+    if "QKVParallelLinear" in kinds:
+        heads = (module.total_num_heads, module.num_heads)
+        kv_heads = (module.total_num_kv_heads, module.num_kv_heads)
+        sizes = ((heads, module.head_size), (kv_heads, module.head_size))
+        sizes += ((kv_heads, module.v_head_size),)
+        return 0, [(size * whole, size * own) for (whole, own), size in sizes]
+    if "MergedColumnParallelLinear" in kinds:
+        return 0, list(zip(module.output_sizes, module.output_partition_sizes, strict=True))
+    if "ColumnParallelLinear" in kinds:
+        return 0, [(module.output_size, here[0])]
+    if "RowParallelLinear" in kinds and name == "weight":
+        return 1, [(module.input_size, here[1])]
+    if "VocabParallelEmbedding" in kinds and name == "weight":
+        return 0, [(module.num_embeddings_padded, here[0])]
+    if "FusedMoE" in kinds and name == "w13_weight":
+        half = here[1] // 2
+        return 1, [(half * module.moe_tp_size, half)] * 2
+    if "FusedMoE" in kinds and name == "w2_weight":
+        return 2, [(here[2] * module.moe_tp_size, here[2])]
+    return 0, []
+
+
+def cut(whole: Any, dim: int, parts: list[tuple[int, int]]) -> Any:
+    """Return this rank's pieces of each part. Where there are fewer pieces than ranks, several
+    ranks have the same."""
+    import torch
+
+    is_alone = not torch.distributed.is_initialized()
+    rank, ranks = (
+        (0, 1) if is_alone else (torch.distributed.get_rank(), torch.distributed.get_world_size())
+    )
+    found = []
+    for part, (size, own) in zip(whole.split([size for size, _ in parts], dim), parts, strict=True):
+        piece = rank * (size // own) // ranks
+        found.append(part.narrow(dim, piece * own, own))
+    return torch.cat(found, dim)

@@ -29,6 +29,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "top_k": SAMPLED | TOP_K,
 }
 EXACT = ("greedy", "penalised", "grammar")
+HOT = {"temperature": 1.5, "sampling_seed": 11}
+# in SGLang's deterministic mode every kind has a single right answer
+SEEDED: dict[str, dict[str, Any]] = {
+    "greedy": KINDS["greedy"],
+    "sampled, seeded": HOT,
+    "top_k, seeded": HOT | TOP_K,
+    "penalised, seeded": HOT | {"presence_penalty": 1.0},
+    "grammar, seeded": HOT | {"regex": KINDS["grammar"]["regex"]},
+}
 RIGHT = (1, 4, 15)  # correct drafts per block of the scripted drafter
 COLD_SHARE = 0.9
 # verify widths given to a server, in its script folder (tests/plugins/widths.py)
@@ -84,7 +93,47 @@ def tokens(answers: list[dict[str, Any]]) -> list[Tokens]:
 
 def ask_plain(plain: Server, prompts: list[Tokens]) -> dict[str, list[Tokens]]:
     """Return plain decoding's answers to every prompt, by kind."""
-    return {kind: tokens(ask(plain, prompts, [KINDS[kind]] * len(prompts), None)) for kind in EXACT}
+    return ask_kinds(plain, prompts, {kind: KINDS[kind] for kind in EXACT})
+
+
+def ask_kinds(
+    server: Server, prompts: list[Tokens], kinds: dict[str, dict[str, Any]]
+) -> dict[str, list[Tokens]]:
+    """Return the answers to every prompt, by kind; the requests of a kind run together."""
+    return {
+        kind: tokens(ask(server, prompts, [params] * len(prompts), None))
+        for kind, params in kinds.items()
+    }
+
+
+def check_seeded(plain: Server, server: Server, prompts: list[Tokens]) -> dict[str, str]:
+    """Compare every kind's answers with plain decoding's, with drafts of the drafter itself."""
+    checks = Checks()
+    wanted, found = (ask_kinds(each, prompts, SEEDED) for each in (plain, server))
+    for kind, answers in found.items():
+        checks.equal(f"{kind}, {len(prompts)} requests", answers, wanted[kind])
+    return checks.found
+
+
+def check_one_rank(
+    wanted: dict[str, list[Tokens]], found: dict[str, list[Tokens]]
+) -> dict[str, str]:
+    """Compare plain decoding on several ranks with that on one. Sums over ranks are rounded
+    differently, which a near-tie shows; a wrong shard would change almost every token."""
+    checks = Checks()
+    for kind, answers in found.items():
+        share = sum(map(_agreed, answers, wanted[kind])) / (NEW_TOKENS * len(answers))
+        wrong = f"only {share:.2f} of the tokens are those of one rank"
+        checks.add(f"{kind}, as one rank", None if share >= COLD_SHARE else wrong)
+    return checks.found
+
+
+def check_compared(server: Server) -> dict[str, str]:
+    """Check that the ranks have compared the steps: a difference would have ended the server."""
+    checks = Checks()
+    steps = server.state()["sglang_dflash"]["compared_steps"]
+    checks.add("ranks compared in every step", None if steps else "no step was compared")
+    return checks.found
 
 
 def check_exact(

@@ -11,6 +11,12 @@ vocabulary is smaller); more requests run at once than the largest graph holds. 
 automatic, and in fp32 also changes at every step. Then the 31B recipe starts at full size, answers
 an OpenAI client, and its step is timed.
 
+    python -m tests.smoke.run --tp 2    # two ranks on one GPU (sglang_dflash/testing/two_ranks.py)
+
+serves a dense Gemma 4, one with experts and a Qwen3 on two ranks each, which compare every step:
+the same servers, and plain decoding on one rank. Qwen3 is also served in SGLang's deterministic
+mode, in which sampled answers with seeds must be equal, too.
+
 Writes the results, durations, versions and the commit to benchmarks/results/smoke-h200.json (named
 after the GPU, and after the release of SGLang unless it is the newest that is served), against
 which `make test` compares the serving path of the tree.
@@ -19,11 +25,13 @@ which `make test` compares the serving path of the tree.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import os
 import tempfile
+import threading
 import time
 import traceback
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,125 +40,44 @@ import torch
 
 from benchmarks import gpu, recipes, result_files
 from sglang_dflash.glue import release
-from sglang_dflash.pairs import tiny_target
-from sglang_dflash.testing.server import ROOT, SCHEDULES, START_TIMEOUT_S, Server, free_port
-from tests.smoke.checks import (
-    WIDTHS_FILE,
-    ask_plain,
-    check_answers,
-    check_exact,
-    check_worker,
-    draw_prompts,
-)
+from sglang_dflash.testing.server import ROOT, START_TIMEOUT_S, Server, free_port
+from tests.smoke import checks
 from tests.smoke.families import FAMILIES, Family
+from tests.smoke.servers import expected_worker, script_folder, start
 
-PLUGINS = ROOT / "tests" / "plugins"
-LARGEST_GRAPH = 4
 RECIPE = recipes.Cell("gemma4-31b", "bf16", "ours", 8)
 LIMIT_S = 480
 KEPT_LOG = 6000  # characters of a failed server's log
 
 
-class Exact(Server):
-    """An fp32 server as in the exactness tests (tests/gpu.sh); on a CPU as in launch/cpu.sh."""
-
-    script = ROOT / "tests" / "gpu.sh" if torch.cuda.is_available() else Server.script
-
-
-class Deployed(Server):
-    """A server as a user starts it."""
-
-    script = ROOT / "launch" / "serve.sh"
+# ranks that share a GPU take turns on it: with two, one family is asked at a time
+ASKING = {1: contextlib.nullcontext(), 2: threading.Lock()}
+# families of the test with two ranks, with and without seeds
+ON_TWO_RANKS = {"gemma4": False, "gemma4-moe": False, "qwen3": False, "qwen3, seeded": True}
 
 
-def start(family: Family, folder: Path, *, small: bool) -> dict[str, Server]:
-    """Start a family's servers concurrently, without waiting for them."""
-    target = family.write_target(folder / "target-fp32", fp32=True, small=small)
-    drafter = family.write_drafter(folder / "drafter-fp32", fp32=True, small=small)
-    common = ["--load-format", "dummy", "--tokenizer-path", str(tiny_target())]
-    common += ["--max-total-tokens", "16384", "--max-running-requests", "16"]
-    common += ["--mem-fraction-static", "0.9", "--chunked-prefill-size", "128"]
-    graphs = ["--cuda-graph-max-bs-decode", str(LARGEST_GRAPH), "--disable-prefill-cuda-graph"]
-    # experts in plain torch read sizes on the host, which a CUDA graph cannot
-    exact = ["--disable-cuda-graph"] if family.has_experts or small else graphs
-    # SGLang itself may be on the path that is inherited
-    path = os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH")]))
-    env = {"PYTHONPATH": path, "WIDE_WEIGHTS": "1", **SCHEDULES["plan stream"]}
-    model = ["--model-path", str(target)]
-    found: dict[str, Server] = {
-        "plain": Exact(*common, *exact, *model, plain=True, env=env),
-        "exact": Exact(
-            *common,
-            *exact,
-            *model,
-            "--speculative-draft-model-path",
-            str(drafter),
-            env=env | scripted(folder, "exact"),
-        ),
-    }
-    if not small:
-        found["deployed"] = Deployed(
-            str(family.write_target(folder / "target", fp32=False)),
-            str(family.write_drafter(folder / "drafter", fp32=False)),
-            *common,
-            *graphs,
-            env=env | scripted(folder, "deployed"),
-        )
-    return found
-
-
-def scripted(folder: Path, name: str) -> dict[str, str]:
-    """Return the environment of a server whose drafts and verify widths the test may set."""
-    script = script_folder(folder, name)
-    return {"SCRIPT_FOLDER": str(script), "WIDTHS": str(script / WIDTHS_FILE)}
-
-
-def script_folder(folder: Path, name: str) -> Path:
-    """Return the folder with the answers of a server's scripted drafter."""
-    found = folder / name
-    found.mkdir(exist_ok=True)
-    return found
-
-
-def expected_worker(family: Family, name: str, *, small: bool) -> dict[str, Any]:
-    """Return what /server_info must report for one of our servers."""
-    ops = "torch" if small else "triton"
-    found = {
-        "ops": ops,
-        "overlap_schedule": True,
-        "plan_stream": True,
-        "layers": f"sglang_dflash.{ops}" if family.is_gemma else "sglang",
-    }
-    if not small:
-        found["verify_attention"] = "sglang_dflash.verify_attention"
-        found["draft_attention_backend"] = "fa4" if name == "deployed" else "triton"
-    return found
-
-
-def run_family(family: Family, *, small: bool = False) -> dict[str, Any]:
+def run_family(
+    family: Family, *, small: bool = False, ranks: int = 1, seeded: bool = False
+) -> dict[str, Any]:
     """Serve a family; return the check results of each server and the durations."""
     began = time.monotonic()
     found: dict[str, Any] = {"checks": {}}
-    prompts = draw_prompts()
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
-        servers = start(family, folder, small=small)
+        servers = start(family, folder, small=small, ranks=ranks, seeded=seeded)
         try:
             for server in servers.values():
                 server.wait()
             found["start_s"] = {name: server.start_s for name, server in servers.items()}
-            asking = time.monotonic()
-            wanted = ask_plain(servers["plain"], prompts)
-            for name, server in servers.items():
-                if name == "plain":
-                    continue
-                script = script_folder(folder, name)
-                found["checks"][name] = (
-                    check_exact(server, prompts, wanted, script)
-                    if name == "exact"
-                    else check_answers(server, prompts, script)
-                ) | check_worker(server, expected_worker(family, name, small=small))
-            found["ask_s"] = round(time.monotonic() - asking, 1)
+            with ASKING[ranks]:
+                asking = time.monotonic()
+                for name, checked in check(servers, folder, seeded=seeded):
+                    found["checks"][name] = checked
+                    if name in ("exact", "deployed"):
+                        how = expected_worker(family, name, small=small, seeded=seeded)
+                        checked |= checks.check_worker(servers[name], how)
+                        checked |= checks.check_compared(servers[name]) if ranks > 1 else {}
+                found["ask_s"] = round(time.monotonic() - asking, 1)
         except Exception as error:  # one family's failure must not hide the others
             traceback.print_exc()
             found["error"] = f"{type(error).__name__}: {str(error)[:2000]}"
@@ -161,6 +88,25 @@ def run_family(family: Family, *, small: bool = False) -> dict[str, Any]:
             found["logs"] = {name: server.log()[-KEPT_LOG:] for name, server in servers.items()}
     found["seconds"] = round(time.monotonic() - began, 1)
     return found
+
+
+def check(
+    servers: dict[str, Server], folder: Path, *, seeded: bool
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Ask the servers one after another; yield the name and the check results of each."""
+    prompts = checks.draw_prompts()
+    if seeded:
+        yield "exact", checks.check_seeded(servers["plain"], servers["exact"], prompts)
+        return
+    wanted = checks.ask_plain(servers["plain"], prompts)
+    if "one rank" in servers:
+        alone = checks.ask_plain(servers["one rank"], prompts)
+        yield "plain", checks.check_one_rank(wanted, alone)
+    script = script_folder(folder, "exact")
+    yield "exact", checks.check_exact(servers["exact"], prompts, wanted, script)
+    if "deployed" in servers:
+        script = script_folder(folder, "deployed")
+        yield "deployed", checks.check_answers(servers["deployed"], prompts, script)
 
 
 def run_recipe() -> dict[str, Any]:
@@ -181,25 +127,40 @@ def is_fine(found: dict[str, Any]) -> bool:
     return "error" not in found and all(result == "ok" for result in checks)
 
 
-def result_file() -> Path:
+def result_file(ranks: int) -> Path:
     card = gpu.gpu_name().split()[-1].lower()
     of_release = "" if release.installed() == release.NEWEST else f"-{release.installed()}"
-    return ROOT / "benchmarks" / "results" / f"smoke{of_release}-{card}.json"
+    of_ranks = "" if ranks == 1 else f"-tp{ranks}"
+    return ROOT / "benchmarks" / "results" / f"smoke{of_release}{of_ranks}-{card}.json"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    names = [family.name for family in FAMILIES]
-    parser.add_argument("--families", nargs="*", choices=names, default=names)
+    parser.add_argument(
+        "--tp", type=int, choices=(1, 2), default=1, help="ranks of a server, all on one GPU"
+    )
+    parser.add_argument("--families", nargs="*", help="default: all")
     parser.add_argument("--at-once", type=int, default=6, help="families to run on the GPU at once")
     parser.add_argument("--no-recipe", action="store_true", help="skip the full-sized 31B recipe")
     parser.add_argument(
         "--commit", help="commit to record if the tree is a copy without git history"
     )
-    parser.add_argument(
-        "--out", type=Path, help="default: by card and release, in benchmarks/results"
-    )
-    return parser.parse_args(arguments)
+    parser.add_argument("--out", type=Path, help="default: in benchmarks/results")
+    options = parser.parse_args(arguments)
+    names = [family.name for family in FAMILIES] if options.tp == 1 else list(ON_TWO_RANKS)
+    options.families = names if options.families is None else options.families
+    if unknown := set(options.families) - set(names):
+        parser.error(f"--families knows {', '.join(names)}, not {', '.join(sorted(unknown))}")
+    options.is_whole = set(options.families) == set(names)
+    # it is for one rank
+    options.no_recipe |= options.tp > 1
+    return options
+
+
+def run_named(name: str, ranks: int) -> dict[str, Any]:
+    """Run a family of the command line."""
+    [family] = [each for each in FAMILIES if each.name == name.partition(",")[0]]
+    return run_family(family, ranks=ranks, seeded=ranks > 1 and ON_TWO_RANKS[name])
 
 
 def main() -> None:
@@ -207,22 +168,21 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("The smoke test needs a GPU that torch can use; `make test` does not.")
     began = time.monotonic()
-    report: dict[str, Any] = result_files.provenance(options.commit)
-    chosen = [family for family in FAMILIES if family.name in options.families]
+    report: dict[str, Any] = result_files.provenance(options.commit) | {"ranks": options.tp}
     with ThreadPoolExecutor(options.at_once) as pool:
-        results = pool.map(run_family, chosen)
+        results = pool.map(lambda name: run_named(name, options.tp), options.families)
         report["families"] = {}
-        for family, found in zip(chosen, results, strict=True):
-            report["families"][family.name] = found
-            print(json.dumps({family.name: found}, indent=1), flush=True)
+        for name, found in zip(options.families, results, strict=True):
+            report["families"][name] = found
+            print(json.dumps({name: found}, indent=1), flush=True)
     if not options.no_recipe:
         report["recipe"] = {RECIPE.key: run_recipe()}
         print(json.dumps(report["recipe"], indent=1), flush=True)
     parts = [*report["families"].values(), *report.get("recipe", {}).values()]
     report["passed"] = all(map(is_fine, parts))
-    report["whole"] = len(chosen) == len(FAMILIES) and not options.no_recipe
+    report["whole"] = options.is_whole and (options.tp > 1 or not options.no_recipe)
     report["seconds"] = round(time.monotonic() - began, 1)
-    out = options.out or result_file()
+    out = options.out or result_file(options.tp)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
     verdict = "passed" if report["passed"] else "FAILED"

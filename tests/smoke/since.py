@@ -39,7 +39,8 @@ def report() -> str:
 def describe(found: dict[str, Any]) -> str:
     """Return the verdict of a smoke test, and what has changed since."""
     commit, verdict = found["commit"], "passed" if found["passed"] else "FAILED"
-    at = f"smoke: {verdict} on {found['gpu']} with SGLang {found['sglang']} at {commit}"
+    ranks = f", {found['ranks']} ranks," if found.get("ranks", 1) > 1 else ""
+    at = f"smoke: {verdict} on {found['gpu']} with SGLang {found['sglang']}{ranks} at {commit}"
     files = changed_since(commit) if commit else None
     if files is None:
         return f"{at}, a commit that is not in this history."

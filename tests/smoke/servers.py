@@ -1,0 +1,123 @@
+"""The servers of the smoke test: a family with few layers, plain and with DFLASH."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_dflash.environment import COMPARE_RANKS, RANK_PATIENCE
+from sglang_dflash.pairs import tiny_target
+from sglang_dflash.testing.server import ROOT, SCHEDULES, Server
+from sglang_dflash.testing.two_ranks import TwoRanks
+from tests.smoke.checks import WIDTHS_FILE
+from tests.smoke.families import Family
+
+PLUGINS = ROOT / "tests" / "plugins"
+LARGEST_GRAPH = 4
+# many servers compile their kernels at once
+RANKS_ENV = {COMPARE_RANKS: "1", RANK_PATIENCE: "120"}
+
+
+class Exact(Server):
+    """An fp32 server as in the exactness tests (tests/gpu.sh); on a CPU as in launch/cpu.sh."""
+
+    script = ROOT / "tests" / "gpu.sh" if torch.cuda.is_available() else Server.script
+
+
+class Deployed(Server):
+    """A server as a user starts it."""
+
+    script = ROOT / "launch" / "serve.sh"
+
+
+class ExactRanks(TwoRanks):
+    """The same as Exact, on two ranks."""
+
+    script = Exact.script
+
+
+class DeployedRanks(TwoRanks):
+    """The same as Deployed, on two ranks."""
+
+    script = Deployed.script
+
+
+def start(
+    family: Family, folder: Path, *, small: bool, ranks: int = 1, seeded: bool = False
+) -> dict[str, Server]:
+    """Start a family's servers concurrently, without waiting for them: `plain`, `exact` and, but on
+    a CPU, `deployed`, on so many ranks; with two, `one rank` is a plain one with a single rank.
+
+    Seeds need a mode of SGLang in which its own attention verifies: `seeded` servers are in that
+    mode, and are plain and exact only.
+    """
+    target = family.write_target(folder / "target-fp32", fp32=True, small=small)
+    drafter = family.write_drafter(folder / "drafter-fp32", fp32=True, small=small)
+    common = ["--load-format", "dummy", "--tokenizer-path", str(tiny_target())]
+    common += ["--max-total-tokens", "16384", "--max-running-requests", "16"]
+    common += ["--mem-fraction-static", "0.9", "--chunked-prefill-size", "128"]
+    if seeded:
+        common.append("--enable-deterministic-inference")
+    graphs = ["--cuda-graph-max-bs-decode", str(LARGEST_GRAPH), "--disable-prefill-cuda-graph"]
+    # experts in plain torch read sizes on the host, which a CUDA graph cannot
+    exact = ["--disable-cuda-graph"] if family.has_experts or small else graphs
+    # SGLang itself may be on the path that is inherited
+    path = os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH")]))
+    env = {"PYTHONPATH": path, "WIDE_WEIGHTS": "1", **SCHEDULES["plan stream"]}
+    if seeded:
+        # compiling SGLang's seeded sampler takes longer than all checks together
+        env["TORCHDYNAMO_DISABLE"] = "1"
+    model = ["--model-path", str(target)]
+    drafted = ["--speculative-draft-model-path", str(drafter)]
+    serve: Callable[..., Server] = Exact if ranks == 1 else ExactRanks
+    compared = {} if ranks == 1 else RANKS_ENV
+    found: dict[str, Server] = {
+        "plain": serve(*common, *exact, *model, plain=True, env=env),
+        "exact": serve(
+            *common, *exact, *model, *drafted, env=env | compared | scripted(folder, "exact")
+        ),
+    }
+    if ranks > 1 and not seeded:
+        found["one rank"] = Exact(*common, *exact, *model, plain=True, env=env)
+    if not small and not seeded:
+        deploy: Callable[..., Server] = Deployed if ranks == 1 else DeployedRanks
+        found["deployed"] = deploy(
+            str(family.write_target(folder / "target", fp32=False)),
+            str(family.write_drafter(folder / "drafter", fp32=False)),
+            *common,
+            *graphs,
+            env=env | compared | scripted(folder, "deployed"),
+        )
+    return found
+
+
+def scripted(folder: Path, name: str) -> dict[str, str]:
+    """Return the environment of a server whose drafts and verify widths the test may set."""
+    script = script_folder(folder, name)
+    return {"SCRIPT_FOLDER": str(script), "WIDTHS": str(script / WIDTHS_FILE)}
+
+
+def script_folder(folder: Path, name: str) -> Path:
+    """Return the folder with the answers of a server's scripted drafter."""
+    found = folder / name
+    found.mkdir(exist_ok=True)
+    return found
+
+
+def expected_worker(family: Family, name: str, *, small: bool, seeded: bool) -> dict[str, Any]:
+    """Return what /server_info must report for one of our servers."""
+    ops = "torch" if small else "triton"
+    found = {
+        "ops": ops,
+        "overlap_schedule": True,
+        "plan_stream": True,
+        "layers": f"sglang_dflash.{ops}" if family.is_gemma else "sglang",
+    }
+    if not small and not seeded:
+        found["verify_attention"] = "sglang_dflash.verify_attention"
+        found["draft_attention_backend"] = "fa4" if name == "deployed" else "triton"
+    return found
