@@ -54,8 +54,8 @@ LAYERS = (
     Layer("qwen2.5-7b", LayerShape(28, 4, 128, 128)),
     Layer("qwen2.5-0.5b", LayerShape(14, 2, 64, 64)),
     Layer("smollm2-135m", LayerShape(9, 3, 64, 64)),
-    Layer("gpt-oss, sliding", LayerShape(64, 8, 64, 64), window=127),
-    Layer("gpt-oss, full", LayerShape(64, 8, 64, 64)),
+    Layer("gpt-oss, sliding", LayerShape(64, 8, 64, 64), window=127, sinks=True),
+    Layer("gpt-oss, full", LayerShape(64, 8, 64, 64), sinks=True),
     Layer("qwen3.5-35b-a3b, full", LayerShape(16, 2, 256, 256)),
     Layer("qwen3.5-27b, full", LayerShape(24, 4, 256, 256)),
 )
@@ -174,6 +174,7 @@ def launch_attention(
         window_left=layer.window,
         # SGLang writes a quantised cache
         slots=slots if cache_dtype == dtype else None,
+        sinks=query.new_empty(shape.num_q_heads) if layer.sinks else None,
     )
 
 

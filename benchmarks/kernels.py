@@ -45,6 +45,7 @@ class Layer:
     name: str
     shape: LayerShape
     window: int = -1
+    sinks: bool = False
 
 
 LAYERS = (
@@ -53,6 +54,8 @@ LAYERS = (
     Layer("gemma-4-26b-a4b window", LayerShape(16, 8, 256, 256), window=1023),
     Layer("gemma-4-26b-a4b full", LayerShape(16, 2, 512, 512)),
     Layer("qwen3-8b", LayerShape(32, 8, 128, 128)),
+    Layer("gpt-oss window", LayerShape(64, 8, 64, 64), window=127, sinks=True),
+    Layer("gpt-oss full", LayerShape(64, 8, 64, 64), sinks=True),
 )
 
 
@@ -112,6 +115,7 @@ class Problem:
         ends = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
         self.kv_indptr, self.qo_indptr = ends * self.keys, ends * block_size
         self.scale = shape.head_dim**-0.5
+        self.sinks = normal(shape.num_q_heads) if layer.sinks else None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -138,22 +142,15 @@ class Problem:
             *(*self.tensors, self.qo_indptr, self.kv_indptr, slots),
             scale=self.scale,
             window_left=self.layer.window,
+            sinks=self.sinks,
         )
 
     def sglang(self, extend_attention: Callable[..., None]) -> Callable[[Tensor], None]:
         return lambda slots: extend_attention(
-            *self.tensors,
-            self.qo_indptr,
-            self.kv_indptr,
-            slots,
-            None,
-            True,
-            None,
-            self.block_size,
-            1.0,
-            1.0,
-            self.scale,
+            *(*self.tensors, self.qo_indptr, self.kv_indptr, slots),
+            *(None, True, None, self.block_size, 1.0, 1.0, self.scale),
             sliding_window_size=self.layer.window,
+            sinks=self.sinks,
         )
 
     def time_us(self, call: Callable[[Tensor], None], replays: int) -> float:
@@ -180,6 +177,7 @@ class Problem:
             *(*own, expected, *caches, self.qo_indptr, self.kv_indptr, self.slot_sets[0]),
             scale=self.scale,
             window_left=self.layer.window,
+            sinks=self.sinks,
         )
         return ((got - expected).norm() / expected.norm()).item()
 

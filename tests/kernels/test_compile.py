@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles no
 A100, A40, RTX_4090, H200, B200, RTX_5090 = CARDS
 SLIDING, GLOBAL, QWEN3 = LAYERS[0], LAYERS[1], LAYERS[4]
 SMOLLM2 = next(layer for layer in LAYERS if layer.name == "smollm2-135m")
+GPT_OSS = next(layer for layer in LAYERS if layer.name == "gpt-oss, sliding")
 
 
 def kernel_modules() -> list[Any]:
@@ -69,6 +70,7 @@ def test_every_kernel_compiles_and_fits(card: Card) -> None:
         pytest.param(RTX_4090, QWEN3, "bf16", id="4090, 128"),
         pytest.param(H200, SLIDING, "bf16", id="H200, 256"),
         pytest.param(H200, GLOBAL, "bf16", id="H200, 512"),
+        pytest.param(H200, GPT_OSS, "bf16", id="H200, 64, sinks"),
         pytest.param(B200, GLOBAL, "bf16", id="B200, 512"),
         pytest.param(RTX_5090, GLOBAL, "bf16", id="5090, 512"),
         pytest.param(RTX_5090, SMOLLM2, "fp32", id="5090, 64, fp32"),

@@ -148,7 +148,7 @@ def test_rows_are_packed_in_order() -> None:
     assert out.tolist() == [[0, 3, 4, 5], [10, 13, 14, 15], [20, 23, 24, 25], [0, 1, 1, 1]]
 
 
-def naive_attention(query, keys, values, visible, scale, cap):
+def naive_attention(query, keys, values, visible, scale, cap, sinks):
     """One query at a time, one head at a time."""
     out = torch.zeros(*query.shape[:-1], values.shape[-1])
     group = query.shape[1] // keys.shape[1]
@@ -157,15 +157,19 @@ def naive_attention(query, keys, values, visible, scale, cap):
             scores = keys[:, h // group] @ query[i, h] * scale
             if cap:
                 scores = cap * torch.tanh(scores / cap)
-            weights = torch.softmax(scores[visible[i]], dim=0)
+            weights = scores[visible[i]].exp()
+            weights /= weights.sum() + (0.0 if sinks is None else sinks[h].exp())
             out[i, h] = weights @ values[visible[i], h // group]
     return out
 
 
+@pytest.mark.parametrize("sinks", [None, torch.tensor([-1.0, 0, 2, 5])], ids=["none", "sinks"])
 @pytest.mark.parametrize("cap", [0.0, 5.0], ids=["no cap", "cap"])
 @pytest.mark.parametrize("window", [-1, 3], ids=["full", "window"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-def test_paged_attention_equals_one_query_at_a_time(causal: bool, window: int, cap: float) -> None:
+def test_paged_attention_equals_one_query_at_a_time(
+    causal: bool, window: int, cap: float, sinks: torch.Tensor | None
+) -> None:
     torch.manual_seed(0)
     kv_lens, width = [9, 6], 4
     keys, values = torch.randn(40, 2, 8), torch.randn(40, 2, 16)
@@ -187,6 +191,7 @@ def test_paged_attention_equals_one_query_at_a_time(causal: bool, window: int, c
         causal=causal,
         window_left=window,
         logit_cap=cap,
+        sinks=sinks,
     )
     for i, kv_len in enumerate(kv_lens):
         columns = torch.arange(kv_len)
@@ -196,7 +201,7 @@ def test_paged_attention_equals_one_query_at_a_time(causal: bool, window: int, c
         if window >= 0:
             visible &= columns >= positions[i][:, None] - window
         own = slots[i, :kv_len]
-        expected = naive_attention(query[i], keys[own], values[own], visible, 0.3, cap)
+        expected = naive_attention(query[i], keys[own], values[own], visible, 0.3, cap, sinks)
         # fp32, sums of at most 9 terms
         torch.testing.assert_close(out[i], expected, atol=1e-5, rtol=1e-5)
 

@@ -22,6 +22,7 @@ def paged_attention(
     causal: bool,
     window_left: int = -1,  # keys a query sees to its left, -1 for all
     logit_cap: float = 0.0,
+    sinks: Tensor | None = None,  # [heads] a logit each, added to the softmax denominator
 ) -> Tensor:
     """Attend over keys gathered by slot; return [b, q, heads, dv].
 
@@ -46,15 +47,23 @@ def paged_attention(
         for cache in (key_cache, value_cache)
     )
     keys, values = keys.to(query.dtype), values.to(query.dtype)
-    if logit_cap > 0:
+    if logit_cap > 0 or sinks is not None:
         keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
-        scores = logit_cap * torch.tanh(query @ keys.transpose(-1, -2) * (scale / logit_cap))
+        scores = capped(query @ keys.transpose(-1, -2) * scale, logit_cap)
         scores = scores.masked_fill(~visible[:, None], float("-inf"))
-        return (torch.softmax(scores, dim=-1) @ values).transpose(1, 2)
+        return (_softmax(scores, sinks).to(values) @ values).transpose(1, 2)
     out = torch.nn.functional.scaled_dot_product_attention(
         query, keys, values, attn_mask=visible[:, None], scale=scale, enable_gqa=group > 1
     )
     return out.transpose(1, 2)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the weights of scores [..., heads, q, keys]; a sink takes a share that is dropped."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    sink = sinks.to(scores)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
 
 
 def verify_attention(
@@ -74,6 +83,7 @@ def verify_attention(
     window_left: int = -1,  # keys a row sees to its left, -1 for all
     logit_cap: float = 0.0,
     slots: Tensor | None = None,  # [R] int, slots to also write the block's KV to
+    sinks: Tensor | None = None,  # [heads] a logit each, added to the softmax denominator
 ) -> None:
     """Attend from each request's rows over its prefix and, causally, over these rows themselves.
 
@@ -100,7 +110,7 @@ def verify_attention(
         hidden = distance < 0
         if window_left >= 0:
             hidden |= distance > window_left
-        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+        weights = _softmax(scores.masked_fill(hidden, float("-inf")), sinks)
         out[block] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
 
 

@@ -4,7 +4,9 @@ Fusion. One program reads a run of prefix keys and values once for all query hea
 all rows of the block (`group * B` packed rows, in tiles of `block_m`, the value dim split into
 `dv_parts`), applies scale, logit cap, window and online softmax and, in a request's last run,
 attends causally over the block's own keys. As in flash decoding, requests split into several runs
-write partial results with their log-sum-exp, which a second kernel merges.
+write partial results with their log-sum-exp, which a second kernel merges. An attention sink, a
+logit of its own for each query head, is one more term of the softmax denominator, with no value: a
+request's last run starts from it, so that it counts once however many runs there are.
 
 Work split. See `runs.py`. With programmatic dependent launch the two launches overlap: the second
 starts once every program of the first has waited for the kernels before it. So it need not wait for
@@ -67,6 +69,18 @@ def _score(query, keys, n, end, oldest, scale, WINDOW: tl.constexpr, LOGIT_CAP: 
 
 
 @triton.jit
+def _start(sinks, query_head, counts, HAS_SINKS: tl.constexpr):
+    """Return peak and total of a softmax over no key: of the sink alone where it counts."""
+    peak = tl.full(counts.shape, float("-inf"), tl.float32)
+    total = tl.zeros(counts.shape, tl.float32)
+    if HAS_SINKS:
+        peak = tl.load(sinks + query_head, mask=counts, other=float("-inf"))
+        peak = peak.to(tl.float32) * LOG2E
+        total = counts.to(tl.float32)
+    return peak, total
+
+
+@triton.jit
 def _fold(acc, peak, total, scores, values):
     """Update the online softmax with one tile of keys."""
     new_peak = tl.maximum(peak, tl.max(scores, 1))
@@ -87,10 +101,10 @@ def _attend_runs(
     partial_out,  # [entries, dv] fp32; from `first_entry` on, [runs, kv_heads, group * ROWS]
     partial_lse,  # [entries] fp32, base 2
     plan,  # [n, 3] int32: first entry of each request, its number of runs, and ROWS
-    slots_out,  # [R] int64
+    slots_out, sinks,  # [R] int64, [heads]
     scale, key_scale, value_scale, num_requests, goal, min_run, few_rows, first_entry,
     query_stride, out_stride, key_stride, value_stride, block_key_stride, block_value_stride,
-    WRITES: tl.constexpr,
+    WRITES: tl.constexpr, HAS_SINKS: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr, LOGIT_CAP: tl.constexpr,
     TILES_M: tl.constexpr, DV_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -146,8 +160,8 @@ def _attend_runs(
             query_head = head * GROUP + packed % GROUP
             query_at = (first_row + row) * query_stride + query_head * D
             acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-            peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
+            is_last = index == count - 1
+            peak, total = _start(sinks, query_head, packed_live & is_last, HAS_SINKS)
             keys_at = key_cache + head * D + d
             values_at = value_cache + head * DV + dv
             slots_at = kv_indices + (prefix_end - prefix).to(tl.int64)
@@ -170,7 +184,7 @@ def _attend_runs(
                 acc, peak, total = _fold(acc, peak, total, scores, v.to(q.dtype))
             acc *= value_scale
 
-            if index == count - 1:
+            if is_last:
                 column = tl.arange(0, BLOCK_ROWS)
                 token = (first_row + column)[:, None]
                 live = (column < rows)[:, None]
@@ -178,8 +192,7 @@ def _attend_runs(
                 values_from = block_values + token * block_value_stride + head * DV + dv
                 k = tl.load(keys_from, mask=live & (d < D), other=0.0)
                 v = tl.load(values_from, mask=live & (dv < DV), other=0.0)
-                # no race: no program of this launch reads a block's slots; compiled out without
-                # slots
+                # compiled out without slots. No race: no program of this launch reads a block's
                 if WRITES:  # noqa: SIM102
                     if tile == 0:
                         slot = tl.load(slots_out + first_row + column, mask=column < rows, other=0)
@@ -297,6 +310,7 @@ class VerifyAttention:
         window_left: int = -1,
         logit_cap: float = 0.0,
         slots: Tensor | None = None,  # [R] int64, slots to also write the block's KV to
+        sinks: Tensor | None = None,  # [heads] a logit each, added to the softmax denominator
     ) -> None:
         """Triton version of `reference.verify_attention`."""
         shape = LayerShape(query.shape[1], block_keys.shape[1], query.shape[2], out.shape[2])
@@ -305,15 +319,16 @@ class VerifyAttention:
         tensors = (*rows, key_cache, value_cache, row_indptr, kv_indptr, kv_indices)
         options = {"WINDOW": window_left, "LOGIT_CAP": logit_cap}
         scales = (scale, key_scale, value_scale)
+        extras = (slots, sinks)
         blocks = triton.cdiv(query.shape[0], self.block_size)
         if blocks == 1 or narrow is None:
-            self._launch(wide, blocks + wide.goal - 1, shape, tensors, slots, scales, options)
+            self._launch(wide, blocks + wide.goal - 1, shape, tensors, extras, scales, options)
         else:
             programs = blocks + wide.goal - 1
             few = narrow.rows
-            self._launch(wide, programs, shape, tensors, slots, scales, options, few_rows=few)
+            self._launch(wide, programs, shape, tensors, extras, scales, options, few_rows=few)
             self._launch(
-                *(narrow, narrow.goal, shape, tensors, slots, scales, options),
+                *(narrow, narrow.goal, shape, tensors, extras, scales, options),
                 few_rows=few,
                 first_entry=wide.entries,
                 is_narrow=True,
@@ -331,7 +346,7 @@ class VerifyAttention:
         programs: int,
         shape: LayerShape,
         tensors: tuple[Tensor, ...],
-        slots: Tensor | None,
+        extras: tuple[Tensor | None, Tensor | None],  # slots and sinks
         scales: tuple[float, float, float],
         options: dict[str, Any],
         *,
@@ -345,10 +360,11 @@ class VerifyAttention:
         tiles_m, parts = count_row_tiles(shape, tile, launch.rows), count_value_parts(shape, tile)
         _attend_runs[(shape.num_kv_heads * tiles_m * parts, programs)](
             *(*tensors, self.partial_out, self.partial_lse, self.plan),
-            *(slots, *scales, n, launch.goal, tile.min_run, few_rows, first_entry),
+            *(*extras, *scales, n, launch.goal, tile.min_run, few_rows, first_entry),
             *(x.stride(0) for x in (query, out, key_cache, value_cache, block_keys, block_values)),
             **options,
-            WRITES=slots is not None,
+            WRITES=extras[0] is not None,
+            HAS_SINKS=extras[1] is not None,
             KV_HEADS=shape.num_kv_heads,
             GROUP=shape.num_q_heads // shape.num_kv_heads,
             ROWS=launch.rows,
