@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import changes, compat
 from sglang_dflash.glue.models import verify_backend
 from sglang_dflash.kernels import cards, triton_ops
+from sglang_dflash.kernels.attention import reference
+from sglang_dflash.kernels.attention.tiles import LayerShape
+from sglang_dflash.kernels.attention.verify import VerifyAttention
 from sglang_dflash.kernels.cards import Card
 
 # query heads, KV heads, key head dim, value head dim
@@ -91,14 +94,6 @@ def test_mla_keeps_sglangs_kernel_and_the_reason_is_told(
     assert "_update_target_verify_buffers" not in vars(backend)
 
 
-def test_attention_sinks_keep_sglangs_kernel(install: Any) -> None:
-    """As in gpt-oss: SGLang's layers hand them to the backend with each call, which would be too
-    late to give up graphs keyed by rows."""
-    runner = make_runner(make_backend(), GROUPED)
-    runner.model.sinks = torch.nn.Parameter(torch.zeros(4))
-    assert install(runner) == "TritonAttnBackend: its layers have attention sinks"
-
-
 def test_a_card_without_room_for_a_tile_keeps_sglangs_kernel(
     install: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,3 +147,82 @@ def test_sliding_layers_in_a_shared_pool_need_no_slots_of_their_own(install: Any
     backend = make_backend(sliding_window_size=64, token_to_kv_pool=SimpleNamespace())
     install(make_runner(backend, GROUPED))
     assert backend.forward_extend.__self__._window_slots() is None
+
+
+SLOTS = torch.tensor([7, 8, 9])  # of the block
+
+
+class Twin:
+    """The torch twin in place of the kernel, which needs a GPU."""
+
+    fits = VerifyAttention.fits
+    max_requests, block_size, dtype = 1, 3, torch.float32
+    run = staticmethod(reference.verify_attention)
+
+    def __init__(self) -> None:
+        self.wide = {LayerShape(4, 2, 8, 8): None}
+
+
+@pytest.fixture
+def verify() -> Any:
+    """Run one layer of a verify block: of one request with five tokens before the block's three.
+    Return the output, and that of attention over the whole sequence."""
+    torch.manual_seed(0)
+    query, keys, values = torch.randn(3, 32), torch.randn(8, 2, 8), torch.randn(8, 2, 8)
+
+    def run(*, save_kv_cache: bool = True, **given: Any) -> tuple[Tensor, Tensor]:
+        caches = [torch.zeros(12, 2, 8), torch.zeros(12, 2, 8)]
+        slots = torch.cat([torch.tensor([3, 1, 4, 6, 2]), SLOTS])
+        # a layer that writes its KV itself has done so before it calls the backend
+        written = slots[:5] if save_kv_cache else slots
+        for cache, rows in zip(caches, (keys, values), strict=True):
+            cache[written] = rows[: len(written)]
+        ends = torch.tensor([0, 3])
+        metadata = SimpleNamespace(
+            swa_out_cache_loc=None,
+            qo_indptr=ends,
+            kv_indptr=torch.tensor([0, 5]),
+            kv_indices=slots[:5],
+        )
+        pool = SimpleNamespace(
+            get_key_buffer=lambda layer: caches[0], get_value_buffer=lambda layer: caches[1]
+        )
+        backend = make_backend(forward_metadata=metadata, token_to_kv_pool=pool)
+        changes.replace(backend, "forward_extend", pytest.fail, why="SGLang's kernel must not run")
+        layer = compat.RadixAttention(4, 8, scaling=0.3, num_kv_heads=2, layer_id=0)
+        mode = SimpleNamespace(is_target_verify=lambda: True)
+        batch = SimpleNamespace(forward_mode=mode, batch_size=1, out_cache_loc=SLOTS)
+        out = verify_backend.VerifyBackend(backend, triton_ops(), Twin()).forward_extend(
+            query, keys[5:], values[5:], layer, batch, save_kv_cache, **given
+        )
+        expected = reference.paged_attention(
+            query.view(1, 3, 4, 8),
+            keys,
+            values,
+            torch.arange(8)[None],
+            torch.tensor([8]),
+            torch.tensor([[5, 6, 7]]),
+            scale=0.3,
+            causal=True,
+            **given,
+        )
+        torch.testing.assert_close(caches[0][slots], keys, atol=0, rtol=0)
+        torch.testing.assert_close(caches[1][slots], values, atol=0, rtol=0)
+        return out, expected.reshape(3, 32)
+
+    return run
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.0, 1.0, 2.0, -1.0])])
+def test_a_layers_sinks_reach_our_kernel(verify: Any, sinks: Tensor | None) -> None:
+    """As in gpt-oss, whose layers pass them with each call."""
+    out, expected = verify(sinks=sinks)
+    # fp32, sums of at most 9 terms
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_layer_that_has_written_its_kv_is_served_too(verify: Any) -> None:
+    """As in SGLang's Qwen3 MoE and gpt-oss in bf16, which write it along with RoPE. SGLang's
+    kernel would serve them more slowly, and cannot follow rows that requests share."""
+    out, expected = verify(save_kv_cache=False)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)

@@ -35,8 +35,7 @@ def install_verify_attention(
     if not isinstance(backend, compat.TritonAttnBackend) or ops.verify_attention is None:
         return type(backend).__name__
     shapes = _layer_shapes(runner.model)
-    foreign = _foreign_mode(backend) or _foreign_attention(runner.model)
-    foreign = foreign or _foreign_layers(shapes, runner.dtype)
+    foreign = _foreign_mode(backend) or _foreign_layers(shapes, runner.dtype)
     if foreign is not None:
         logger.warning("DFLASH: SGLang's prefill kernel runs verify attention: %s.", foreign)
         return f"{type(backend).__name__}: {foreign}"
@@ -68,14 +67,6 @@ def _foreign_mode(backend: Any) -> str | None:
         return "decode context parallelism shards the KV cache"
     if seams.has_own_slot_numbers(backend):
         return "the unified memory pool has its own slot numbering"
-    return None
-
-
-def _foreign_attention(model: torch.nn.Module) -> str | None:
-    """Return what a model's attention has that our kernel has not. Found out before the graphs: a
-    layer that falls back to SGLang's kernel in one step cannot follow rows that were shared out."""
-    if any(isinstance(getattr(m, "sinks", None), Tensor) for m in model.modules()):
-        return "its layers have attention sinks"
     return None
 
 
@@ -241,19 +232,34 @@ class VerifyBackend:
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
         **unusual: Any,
     ) -> Tensor:
         """Run one layer: our kernel for verify blocks, SGLang's for anything else."""
         ours = forward_batch.forward_mode.is_target_verify()
-        if ours and not self._knows(q, k, v, layer, save_kv_cache, unusual):
+        if ours and not self._knows(q, k, v, layer, sinks, unusual):
             ours = False
             self._warn(q, layer)
         if not ours:
+            # SGLang's backend knows them all; a layer without sinks passes none
+            if sinks is not None:
+                unusual["sinks"] = sinks
             return self._run_layer(q, k, v, layer, forward_batch, save_kv_cache, **unusual)
         assert k is not None and v is not None
-        return self._verify(q, k, v, layer, forward_batch)
+        return self._verify(q, k, v, layer, forward_batch, save_kv_cache, sinks)
 
-    def _verify(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any) -> Tensor:
+    def _verify(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attend, and write the block's KV unless the layer has written it along with RoPE, as
+        SGLang's Qwen3 MoE does into a bf16 pool."""
         backend = self._backend
         metadata = backend.forward_metadata
         caches = self._caches(layer)
@@ -261,7 +267,9 @@ class VerifyBackend:
         slots = forward_batch.out_cache_loc
         if windowed and metadata.swa_out_cache_loc is not None:
             slots = metadata.swa_out_cache_loc
-        if caches[0].dtype != k.dtype:
+        if not save_kv_cache:
+            slots = None
+        elif caches[0].dtype != k.dtype:
             # a quantised KV cache: SGLang scales and casts
             where = compat.KVWriteLoc(forward_batch.out_cache_loc, metadata.swa_out_cache_loc)
             scales = (layer.k_scale, layer.v_scale) if layer.k_scale is not None else ()
@@ -290,6 +298,7 @@ class VerifyBackend:
             window_left=layer.sliding_window_size if windowed else -1,
             logit_cap=compat.logit_capping_mod(layer.logit_capping_method, layer.logit_cap),
             slots=slots,
+            sinks=sinks,
         )
         return out
 
@@ -298,12 +307,12 @@ class VerifyBackend:
         return pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
 
     def _knows(
-        self, q: Tensor, k: Any, v: Any, layer: Any, save_kv_cache: bool, unusual: dict[str, Any]
+        self, q: Tensor, k: Any, v: Any, layer: Any, sinks: Tensor | None, unusual: dict[str, Any]
     ) -> bool:
         return (
-            save_kv_cache
-            and k is not None
+            k is not None
             and v is not None
+            and (sinks is None or sinks.shape == (layer.tp_q_head_num,))
             and not any(value is not None for value in unusual.values())
             and not layer.is_cross_attention
             and self._is_causal(layer)

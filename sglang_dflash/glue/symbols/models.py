@@ -121,7 +121,7 @@ SYMBOLS: dict[str, Symbol] = {
     "triton_forward_extend": Symbol(
         "srt.layers.attention.triton_backend",
         "TritonAttnBackend.forward_extend",
-        order=names("q k v layer forward_batch save_kv_cache"),
+        order=names("q k v layer forward_batch save_kv_cache sinks"),
     ),
     "triton_graph_state": Symbol(
         "srt.layers.attention.triton_backend",
