@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -40,6 +42,7 @@ CLASSES = {
     "gemma4": Gemma4ForCausalLM,
     "gemma4-for-two": Gemma4ForCausalLM,
     "gemma4-moe": Gemma4ForCausalLM,
+    "gpt-oss": GptOssForCausalLM,
     # its SGLang class has no method to capture features
     "granite": GraniteForCausalLM,
 }
@@ -96,11 +99,14 @@ def make_target(family: str, folder: Path, *, seed: int = 0) -> Path:
             if "norm" not in name:
                 # wide weights: a random model must not be nearly tied everywhere
                 param.normal_(std=0.08)
-            if name.endswith(("router.proj.weight", "mlp.gate.weight")):
+            if name.endswith(("router.proj.weight", "router.weight", "mlp.gate.weight")):
                 # Gemma 4 scales the router's input by 1 / sqrt(hidden size)
                 param.normal_(std=1.0)
             if name.endswith("scale"):
                 param.uniform_(0.5, 1.5)
+            if name.endswith("sinks"):
+                # a large share of the attention; SGLang has them in bf16
+                param.copy_(param.uniform_(0.0, 4.0).bfloat16())
     model.float().eval().save_pretrained(folder)
     if family.startswith("gemma4"):
         _write_sglang_gemma4_keys(folder / "config.json", GLOBAL_KV_HEADS[family])
@@ -223,6 +229,26 @@ def hf_config(family: str) -> PreTrainedConfig:
             logits_scaling=0.5,
             residual_multiplier=0.7,
             tie_word_embeddings=False,
+        )
+    if family == "gpt-oss":
+        return GptOssConfig(
+            **{**COMMON, "intermediate_size": 64},
+            head_dim=32,
+            layer_types=["sliding_attention", "full_attention"] * (NUM_LAYERS // 2),
+            sliding_window=48,
+            num_local_experts=NUM_EXPERTS,
+            num_experts_per_tok=2,
+            tie_word_embeddings=False,
+            # as in the released targets, but for shorter contexts
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 256,
+            },
         )
     return Gemma4TextConfig(
         **COMMON,

@@ -88,9 +88,12 @@ class Family:
         )
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3", "gemma4", "gemma4-moe", "granite"])
+FAMILIES = ["qwen2", "qwen3", "gemma4", "gemma4-moe", "gpt-oss", "granite"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    if request.param == "gemma4-moe" and torch.cuda.is_available():
+    if request.param in ("gemma4-moe", "gpt-oss") and torch.cuda.is_available():
         pytest.skip("SGLang's experts in torch read sizes on the host: not in a CUDA graph")
     family = Family(request.param, tmp_path_factory.mktemp(request.param))
     yield family

@@ -91,6 +91,7 @@ class CpuAttention(compat.AttentionBackend):
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
         **_unused: Any,
     ) -> Tensor:
         pool = self.token_to_kv_pool
@@ -113,6 +114,7 @@ class CpuAttention(compat.AttentionBackend):
                 causal=layer.attn_type != compat.AttentionType.ENCODER_ONLY,
                 window_left=-1 if layer.sliding_window_size is None else layer.sliding_window_size,
                 logit_cap=layer.logit_cap,
+                sinks=sinks,
             ).flatten(0, 1)
         return out.flatten(1)
 

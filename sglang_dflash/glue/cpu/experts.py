@@ -29,7 +29,9 @@ def _run_in_torch(original: Any, method: Any, layer: Any, dispatch_output: Any) 
     """Run the experts in torch. The original supports SiLU only; Gemma 4 uses GELU."""
     rows, chosen = dispatch_output.hidden_states, dispatch_output.topk_output
     run = _run_own if layer.moe_ep_size > 1 else compat.moe_forward_native
-    out = run(layer, rows, chosen, method.moe_runner_config)
+    # gpt-oss's activation is marked for torch.compile, which would need a C++ compiler
+    with torch.compiler.set_stance("force_eager"):
+        out = run(layer, rows, chosen, method.moe_runner_config)
     return compat.StandardCombineInput(hidden_states=out)
 
 
