@@ -64,6 +64,7 @@ class DrafterSpec:
     # row k of a block predicts the token after it, instead of its own
     samples_from_anchor: bool = False
     scales_embedding: bool = True  # as the target scales it, if it does
+    has_bias: bool = False  # in the projections of attention
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, name: str) -> DrafterSpec:
@@ -114,6 +115,7 @@ class DrafterSpec:
             causal_windows=drafter_config.has_causal_windows(config),
             samples_from_anchor=drafter_config.samples_from_anchor(config),
             scales_embedding=drafter_config.scales_embedding(config),
+            has_bias=bool(config.get("attention_bias")),
         )
         spec._check_layers()
         return spec

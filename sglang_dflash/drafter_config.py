@@ -71,6 +71,19 @@ _IDLE = {
     "use_cache",
     "use_sliding_window",
 }
+# what a config class of the target's adds, for experts and layers that a drafter does not have
+_IDLE_BY_TYPE = {
+    "gpt_oss": {
+        "experts_per_token",
+        "initial_context_length",
+        "num_experts_per_tok",
+        "num_local_experts",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "swiglu_alpha",
+        "swiglu_limit",
+    }
+}
 _READ_IN_DFLASH = {
     "block_size",
     "mask_token",
@@ -89,7 +102,7 @@ def _understood_values(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     window = (config.get("sliding_window"),)
     width = (config.get("head_dim"),)
     return {
-        "attention_bias": (False,),
+        "attention_bias": (True, False),
         "attention_mode": ("gqa", "mha"),
         "causal": causal,
         "hidden_act": ("silu",),
@@ -181,8 +194,9 @@ def _unknown(config: Mapping[str, Any]) -> Iterator[str]:
     switches = _understood_values(config)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rotated = {k: v for k, v in rope.items() if k in switches}
+    idle = _IDLE | _IDLE_BY_TYPE.get(config.get("model_type", ""), set())
     levels: list[tuple[str, Mapping[str, Any], set[str]]] = [
-        ("", config, _READ | _IDLE),
+        ("", config, _READ | idle),
         ("dflash_config.", config.get("dflash_config") or {}, _READ_IN_DFLASH),
         ("rope_parameters.", rotated, set()),
     ]

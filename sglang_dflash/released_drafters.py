@@ -36,6 +36,18 @@ DFLASH2 = {
     "dflash_config": {**PLAIN["dflash_config"], "conv_kernel_size": 2, "selector_rank": 256},
     "is_causal": False,
 }
+# as in gpt-oss itself
+GPT_OSS_LIKE = {
+    "attention_bias": True,
+    "block_size": 8,
+    "initial_context_length": 4096,
+    "model_type": "gpt_oss",
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
 _LAYERS = ("architectures", "block_size", "dflash_config")
 IN_SPECULATORS: dict[str, Any] = {
     "aux_hidden_state_layer_ids": [2, 3],
@@ -100,7 +112,12 @@ RELEASED = (
     Released(names="z-lab Qwen3.5-4B, 9B and 27B, Qwen3.6-27B", target=QWEN3_5),
     Released(names="z-lab Qwen3.5-35B-A3B and 122B-A10B, Qwen3.6-35B-A3B", target=QWEN3_5_MOE),
     Released(names="z-lab Qwen3-Coder-Next", target=QWEN3_NEXT),
-    Released(names="z-lab gpt-oss-20b, gpt-oss-120b", target=GPT_OSS),
+    Released(
+        names="z-lab gpt-oss-20b-DFlash, gpt-oss-120b-DFlash",
+        config=GPT_OSS_LIKE,
+        target=GPT_OSS,
+        tested=FAMILIES,
+    ),
     Released(names="z-lab MiniMax-M2.5, M2.7; nvidia MiniMax-M2.7-DFlash", target=MINIMAX_M2),
     Released(names="z-lab Kimi-K2.5, Kimi-K2.6", unseen="gated"),
     Released(

@@ -69,6 +69,15 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 64,
 }
 
+# as in gpt-oss, but for shorter contexts
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 256,
+}
 # Gemma 4's sliding and full layers have different heads
 HEAD_DIM, GLOBAL_HEAD_DIM = 32, 64
 # KV heads of the global layers; for two ranks there must be two: on a CPU, SGLang pads the heads of
@@ -146,6 +155,16 @@ def make_drafter(folder: Path, *, seed: int = 1, prefix: str = "", **changes: An
     if prefix:
         path = folder / "model.safetensors"
         save_file({prefix + name: tensor for name, tensor in load_file(path).items()}, path)
+    return folder
+
+
+def make_gpt_oss_drafter(folder: Path) -> Path:
+    """Write a drafter like those of gpt-oss: with biases, YaRN, and the target's type of config."""
+    make_drafter(folder, attention_bias=True, rope_theta=150000.0, rope_scaling=YARN)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"model_type": "gpt_oss", "initial_context_length": 256, "swiglu_limit": 7.0}
+    path.write_text(json.dumps(config))
     return folder
 
 
@@ -239,16 +258,7 @@ def hf_config(family: str) -> PreTrainedConfig:
             num_local_experts=NUM_EXPERTS,
             num_experts_per_tok=2,
             tie_word_embeddings=False,
-            # as in the released targets, but for shorter contexts
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 150000.0,
-                "factor": 8.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 256,
-            },
+            rope_parameters={"rope_theta": 150000.0, **YARN},
         )
     return Gemma4TextConfig(
         **COMMON,

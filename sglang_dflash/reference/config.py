@@ -10,6 +10,15 @@ from typing import Any
 from sglang_dflash import drafter_config, speculators_format
 from sglang_dflash.drafter_config import FULL, SLIDING
 
+YARN = (
+    "rope_type",
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
@@ -29,6 +38,8 @@ class DrafterConfig:
     sliding_window: int | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None  # YaRN's settings; None: unscaled
+    attention_bias: bool = False  # of all four projections
     max_position_embeddings: int = 2048
     eos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -72,7 +83,6 @@ class DrafterConfig:
             )
         raw = drafter_config.read(raw, name=name)
         dflash = raw["dflash_config"]
-        _refuse_scaled_rope(raw)
         num_layers = raw["num_hidden_layers"]
         return cls(
             hidden_size=raw["hidden_size"],
@@ -90,6 +100,8 @@ class DrafterConfig:
             sliding_window=raw.get("sliding_window"),
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             rope_theta=_read_rope_theta(raw),
+            rope_scaling=_read_rope_scaling(raw),
+            attention_bias=bool(raw.get("attention_bias")),
             max_position_embeddings=raw.get("max_position_embeddings", 2048),
             eos_token_id=raw.get("eos_token_id"),
             pad_token_id=raw.get("pad_token_id"),
@@ -110,12 +122,11 @@ class DrafterConfig:
             dflash["sample_from_anchor"] = True
         if not found.pop("scale_embedding"):
             dflash["scale_embedding"] = False
-        for key in ("draft_vocab_size", "num_target_layers"):
+        for key in ("draft_vocab_size", "num_target_layers", "rope_scaling"):
             if found[key] is None:
                 del found[key]
         return found | {
             "architectures": ["DFlashDraftModel"],
-            "attention_bias": False,
             "attention_dropout": 0.0,
             "dflash_config": dflash,
             "dtype": "bfloat16",
@@ -127,13 +138,20 @@ class DrafterConfig:
         }
 
 
-def _refuse_scaled_rope(raw: Mapping[str, Any]) -> None:
+def _read_rope_scaling(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    if rope_type != "default":
+    if rope_type == "default":
+        return None
+    ignored = ("type", "rope_theta")
+    settings = {k: v for k, v in scaling.items() if k not in ignored and v is not None}
+    unknown = sorted(set(settings) - set(YARN))
+    if rope_type != "yarn" or unknown:
         raise ValueError(
-            f"The reference computes unscaled rope but config.json asks for {rope_type!r}."
+            f"The reference computes RoPE unscaled or with YaRN's {', '.join(YARN[1:])}, but "
+            f"config.json asks for {rope_type!r}{', with ' * bool(unknown)}{', '.join(unknown)}."
         )
+    return settings | {"rope_type": rope_type}
 
 
 def _read_block_size(raw: Mapping[str, Any], dflash: Mapping[str, Any]) -> int:

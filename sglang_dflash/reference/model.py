@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from sglang_dflash import drafter_config, speculators_format
 from sglang_dflash.reference.config import FULL, SLIDING, DrafterConfig
+from sglang_dflash.reference.rope import Rope
 
 __all__ = ["FULL", "SLIDING", "ContextKV", "Drafter", "DrafterConfig", "block_mask", "rotate"]
 
@@ -58,13 +59,12 @@ def rotate(
     x: Tensor,  # [b, T, heads, head_dim]
     positions: Tensor,  # [b, T] int64
     *,
-    theta: float,
+    rope: Rope,
 ) -> Tensor:
     """Apply RoPE to the two halves of the head dimension (neox style)."""
     half = x.shape[-1] // 2
-    steps = torch.arange(half, device=x.device, dtype=torch.float32)
-    angles = positions[..., None].float() * theta ** (-steps / half)
-    cos, sin = angles.cos()[:, :, None], angles.sin()[:, :, None]
+    angles = positions[..., None].float() * rope.frequencies(half).to(x.device)
+    cos, sin = (rope.amplitude * wave[:, :, None] for wave in (angles.cos(), angles.sin()))
     low, high = x.float().split(half, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
@@ -72,13 +72,14 @@ def rotate(
 class Attention(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.head_dim, self.theta = config.head_dim, config.rope_theta
+        self.head_dim, self.rope = config.head_dim, Rope(config.rope_theta, config.rope_scaling)
+        bias = config.attention_bias
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -86,7 +87,7 @@ class Attention(nn.Module):
         """Return k (after norm and RoPE) and v of `x`, for context and block rows alike."""
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        return rotate(k, positions, theta=self.theta), v
+        return rotate(k, positions, rope=self.rope), v
 
     def forward(
         self,
@@ -98,7 +99,7 @@ class Attention(nn.Module):
         mask: Tensor,  # [b, Q, T + Q] bool, True where the query attends to the key
     ) -> Tensor:
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
-        q = rotate(q, positions, theta=self.theta)
+        q = rotate(q, positions, rope=self.rope)
         block_k, block_v = self.key_value(x, positions)
         k = torch.cat((context_k, block_k), dim=1)
         v = torch.cat((context_v, block_v), dim=1)

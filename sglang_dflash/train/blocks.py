@@ -137,7 +137,7 @@ def run_blocks(
             own = layer.self_attn
             h = layer.input_layernorm(x)
             q = own.q_norm(own.q_proj(h).unflatten(-1, (-1, own.head_dim)))
-            q = rotate(q, flat, theta=own.theta)
+            q = rotate(q, flat, rope=own.rope)
             k, v = own.key_value(h, flat)
             k = torch.cat((past_k.to(v.dtype), k.to(v.dtype)), dim=1)
             v = torch.cat((past_v, v), dim=1)

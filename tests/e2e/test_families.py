@@ -20,7 +20,13 @@ import torch
 from sglang_dflash.reference import Drafter, generate, generate_plain
 from sglang_dflash.testing.server import Server
 from tests.e2e.conftest import FULL_BLOCKS, SCRIPTED, start_together
-from tests.tiny_models import VOCAB, load_target, make_drafter, make_target
+from tests.tiny_models import (
+    VOCAB,
+    load_target,
+    make_drafter,
+    make_gpt_oss_drafter,
+    make_target,
+)
 
 NEW_TOKENS = 90
 PROMPT_LENS = (3, 20, 70, 150, 9, 64, 65, 33)
@@ -33,7 +39,11 @@ class Family:
         self.name, self.folder = name, folder
         self.target = make_target(name, folder / "target")
         # released drafters name their tensors with or without the prefix
-        self.drafter = make_drafter(folder / "drafter", prefix="model." if name == "qwen3" else "")
+        self.drafter = (
+            make_gpt_oss_drafter(folder / "drafter")
+            if name == "gpt-oss"
+            else make_drafter(folder / "drafter", prefix="model." if name == "qwen3" else "")
+        )
         chance = random.Random(5)
         self.prompts = [
             [chance.randrange(3, VOCAB) for _ in range(length)] for length in PROMPT_LENS
@@ -52,6 +62,9 @@ class Family:
             plain_target, self.longest = self._widen(), window
         common = ("--skip-tokenizer-init", "--chunked-prefill-size", "64")
         common += ("--max-total-tokens", "4096")
+        if name == "gpt-oss" and torch.cuda.is_available():
+            # experts in plain torch, which read sizes on the host
+            common += ("--disable-cuda-graph", "--moe-runner-backend", "triton")
         self.plain, self.dflash = start_together(
             Server(*common, "--model-path", str(plain_target), plain=True),
             Server(
@@ -93,7 +106,7 @@ FAMILIES = ["qwen2", "qwen3", "gemma4", "gemma4-moe", "gpt-oss", "granite"]
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    if request.param in ("gemma4-moe", "gpt-oss") and torch.cuda.is_available():
+    if request.param == "gemma4-moe" and torch.cuda.is_available():
         pytest.skip("SGLang's experts in torch read sizes on the host: not in a CUDA graph")
     family = Family(request.param, tmp_path_factory.mktemp(request.param))
     yield family

@@ -28,7 +28,7 @@ def test_a_drafter_is_tested_or_said_not_to_be(released: Released) -> None:
     ("released", "reason"),
     [
         (Released(names="plain", target=QWEN3), None),
-        (Released(names="bias", config={"attention_bias": True}), "attention_bias True"),
+        (Released(names="bias", config={"mlp_bias": True}), "mlp_bias True"),
         (Released(names="hybrid", target=QWEN3_NEXT), "linear-attention"),
         (Released(names="mask", files=("mask_embedding.pt",)), "mask_embedding.pt"),
         (

@@ -34,16 +34,20 @@ def weight(*shape: int) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.randn(*shape))
 
 
-@pytest.fixture
-def draft_runner() -> Any:
+@pytest.fixture(params=[False, True], ids=["no bias", "bias"])
+def draft_runner(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
     # all layers of a drafter share one RoPE
     rotary = SimpleNamespace(cos_sin_cache=torch.randn(50, DIM))
+
+    # not random: the tests' weights are the same with and without it
+    bias = torch.nn.Parameter(torch.linspace(-1, 1, 2 * KV_HEADS * DIM))
 
     def layer(index: int) -> Any:
         attention = SimpleNamespace(
             attn=SimpleNamespace(layer_id=index),
             kv_weight=weight(2 * KV_HEADS * DIM, HIDDEN),
+            kv_bias=bias if request.param else None,
             k_norm=SimpleNamespace(weight=weight(DIM)),
             rotary_emb=rotary,
         )

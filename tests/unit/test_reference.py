@@ -16,6 +16,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.reference.generate import (
@@ -30,6 +31,7 @@ from sglang_dflash.reference.generate import (
 )
 from sglang_dflash.reference.model import FULL, SLIDING, Drafter, block_mask
 from sglang_dflash.reference.rejection import BlockRule
+from sglang_dflash.reference.rope import Rope
 from tests.oracle_drafter import make_drafter
 
 SHAPE = {
@@ -321,3 +323,26 @@ def test_drafting_changes_no_token_of_the_embedded_pair(prompt: str):
     first = drafted.blocks[0]
     state = prefill(target, drafter, ids)
     assert draft_block(target, drafter, state, block_size=16) == first
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize(("factor", "context"), [(32.0, 4096), (8.0, 256), (2.0, 32768)])
+def test_yarn_is_transformers_own(factor: float, context: int, truncate: bool) -> None:
+    """gpt-oss's drafters have it. Another frequency would lower acceptance, silently."""
+    scaling = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": context,
+        "truncate": truncate,
+    }
+    config = Qwen3Config(
+        hidden_size=256,
+        num_attention_heads=4,
+        head_dim=64,
+        max_position_embeddings=int(factor * context),
+        rope_parameters={"rope_theta": 150000.0, **scaling},
+    )
+    frequencies, amplitude = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    rope = Rope(150000.0, scaling)
+    torch.testing.assert_close(rope.frequencies(32), frequencies, atol=0, rtol=1e-5)
+    assert rope.amplitude == pytest.approx(amplitude)

@@ -65,7 +65,8 @@ def test_config_reads_every_released_spelling(changes, field, value):
         ({"dflash_config": {**RAW["dflash_config"], "block_size": 4}}, "block_size is 8"),
         ({"dflash_config": {**RAW["dflash_config"], "selector_rank": 256}}, "selector_rank"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3"),
+        ({"rope_scaling": {"rope_type": "yarn", "mscale": 0.7}}, "with mscale"),
     ],
 )
 def test_config_refuses_what_the_oracle_does_not_compute(changes, message):

@@ -78,7 +78,7 @@ def test_what_cannot_be_served_is_refused(
         assert named in str(refused.value)
 
 
-@pytest.mark.parametrize("changes", [{"attention_bias": True}, {"hc_mult": 4}])
+@pytest.mark.parametrize("changes", [{"mlp_bias": True}, {"hc_mult": 4}])
 def test_layers_go_through_the_same_list(raw: dict[str, Any], changes: dict[str, Any]) -> None:
     raw["transformer_layer_config"] |= changes
     with pytest.raises(ValueError, match=f"does not support: {next(iter(changes))}"):

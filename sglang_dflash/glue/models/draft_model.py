@@ -2,7 +2,7 @@
 
 A Qwen3-style stack that shares the target's embedding and, unless it has its own, its head. Only
 block tokens pass through the layers; target tokens enter as draft KV, computed from features
-outside the layers with `fc`, `hidden_norm` and each layer's `kv_weight` and `k_norm`.
+outside the layers with `fc`, `hidden_norm` and each layer's `kv_weight`, `kv_bias` and `k_norm`.
 
 With tensor parallelism the ranks share the layers, if heads and MLP can be divided among them.
 Otherwise each rank runs the whole drafter, with all of the draft KV, and asks no other rank.
@@ -75,7 +75,7 @@ class DraftAttention(nn.Module):
             head_size=spec.head_dim,
             total_num_heads=spec.num_heads,
             total_num_kv_heads=spec.num_kv_heads,
-            bias=False,
+            bias=spec.has_bias,
             quant_config=quant_config,
             prefix=f"layers.{layer}.self_attn.qkv_proj",
             **seams.over_ranks(shards),
@@ -83,7 +83,7 @@ class DraftAttention(nn.Module):
         self.o_proj = compat.RowParallelLinear(
             spec.num_heads * spec.head_dim,
             spec.hidden_size,
-            bias=False,
+            bias=spec.has_bias,
             quant_config=quant_config,
             prefix=f"layers.{layer}.self_attn.o_proj",
             **seams.over_ranks(shards),
@@ -113,6 +113,11 @@ class DraftAttention(nn.Module):
     def kv_weight(self) -> Tensor:
         """The K and V rows of the fused QKV weight; follows a weight update."""
         return self.qkv_proj.weight[self.q_size :]
+
+    @property
+    def kv_bias(self) -> Tensor | None:
+        """The bias of K and V, as in gpt-oss's drafters."""
+        return None if self.qkv_proj.bias is None else self.qkv_proj.bias[self.q_size :]
 
     def forward(self, positions: Tensor, hidden: Tensor, forward_batch: Any) -> Tensor:
         qkv, _ = self.qkv_proj(hidden)
@@ -230,6 +235,7 @@ class DFlashDraftModel(nn.Module):
                 continue
             param: Any = params[name]
             wanted = whole_shapes.get(f".{raw_name}".split(".")[-2], param.shape)
+            wanted = wanted[: tensor.dim()] if raw_name.endswith(".bias") else wanted
             if wanted != tensor.shape:
                 raise ValueError(
                     f"{raw_name} of the drafter {self.spec.name} has shape {list(tensor.shape)}, "

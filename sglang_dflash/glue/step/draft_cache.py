@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sglang_dflash.kernels import Ops
@@ -16,9 +17,10 @@ class DraftCache:
         self._runner = draft_runner
         self._ops = ops
 
-    def kv_weights(self) -> list[Tensor]:
-        """Return each layer's KV projection weight, keys before values."""
-        return [layer.self_attn.kv_weight for layer in self._runner.model.layers]
+    def kv_projections(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return weight and bias of each layer's KV projection, keys before values."""
+        attentions = [layer.self_attn for layer in self._runner.model.layers]
+        return [(attention.kv_weight, attention.kv_bias) for attention in attentions]
 
     def context_hidden(self, features: Tensor) -> Tensor:
         """Return the input of every layer's KV projection, [n, H], from features [n, F]."""
@@ -50,7 +52,8 @@ class DraftCache:
         hidden = self.context_hidden(features)
         for layer in layers:
             # one layer at a time: a prompt has many rows
-            of_layer = (hidden @ layer.self_attn.kv_weight.T)[None]
+            own = layer.self_attn
+            of_layer = torch.nn.functional.linear(hidden, own.kv_weight, own.kv_bias)[None]
             self._write_layers([layer], of_layer, positions, slots)
 
     def _write_layers(

@@ -44,10 +44,12 @@ class VerifyOutputs:
     choices: Tensor  # [n] int64, the greedy token after the row
 
     @classmethod
-    def allocate(cls, rows: int, kv_weights: Sequence[Tensor]) -> VerifyOutputs:
-        first = kv_weights[0]
+    def allocate(
+        cls, rows: int, kv_projections: Sequence[tuple[Tensor, Tensor | None]]
+    ) -> VerifyOutputs:
+        first, _ = kv_projections[0]
         return cls(
-            projected=first.new_empty(len(kv_weights), rows, first.shape[0]),
+            projected=first.new_empty(len(kv_projections), rows, first.shape[0]),
             choices=first.new_empty(rows, dtype=torch.int64),
         )
 
@@ -65,15 +67,19 @@ class VerifyGraphs:
         """Add the tail to the graphs; call before any of them is captured."""
 
         def tail(runner: Any, output: Any, _forward_batch: Any, num_tokens: int) -> None:
-            weights = self._cache.kv_weights()
+            projections = self._cache.kv_projections()
             if self._outputs is None:
                 rows = max(runner.capture_bs) * self._block_size
-                self._outputs = VerifyOutputs.allocate(rows, weights)
+                self._outputs = VerifyOutputs.allocate(rows, projections)
             outputs = self._outputs
             outputs.choices[:num_tokens] = self._head.greedy(output.next_token_logits)
             hidden = self._cache.context_hidden(output.hidden_states)
-            for weight, out in zip(weights, outputs.projected[:, :num_tokens], strict=True):
-                torch.matmul(hidden, weight.T, out=out)
+            layers = zip(projections, outputs.projected[:, :num_tokens], strict=True)
+            for (weight, bias), out in layers:
+                if bias is None:
+                    torch.matmul(hidden, weight.T, out=out)
+                else:
+                    torch.addmm(bias, hidden, weight.T, out=out)
 
         _end_graphs_with(
             tail,
