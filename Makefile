@@ -18,7 +18,8 @@ COMMANDS := doctor launch offline pd_launch router_launch start
 # what runs on the oldest release: the contract, all that attaches to SGLang but the commands,
 # servers of every family of targets, and weight updates, in which the releases differ most
 ON_OLDEST := tests/unit/test_contract_is_complete.py tests/glue tests/e2e/test_start.py \
-  tests/e2e/test_families.py tests/e2e/test_weight_updates.py $(COMMANDS:%=--ignore=tests/glue/test_%.py)
+  tests/e2e/test_fork_server.py tests/e2e/test_families.py tests/e2e/test_weight_updates.py \
+  $(COMMANDS:%=--ignore=tests/glue/test_%.py)
 # torch from PyPI is the CUDA build with 2.2 GB of CUDA libraries; this index has CPU wheels
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 

@@ -15,6 +15,7 @@ import torch
 
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.testing.server import ROOT, SCHEDULES, Server
+from tests import fork_server
 
 STAND_INS = ROOT / "sglang_dflash" / "glue" / "cpu" / "path"
 HAS_GPU = torch.cuda.is_available()
@@ -28,6 +29,7 @@ else:
         inherited = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STAND_INS), inherited]))
         importlib.import_module("sglang_dflash_cpu")
+    Server.popen = staticmethod(fork_server.start)
 
 
 @pytest.fixture(scope="session")

@@ -56,6 +56,9 @@ def free_port() -> int:
 class ServerProcess:
     """A server and all its child processes, running until `stop` or the end of this program."""
 
+    # tests fork servers from one process (tests/fork_server.py)
+    popen: Callable[..., Any] = subprocess.Popen
+
     def __init__(self, command: list[str], *, port: int, env: dict[str, str]) -> None:
         self.command = command
         self.port = port
@@ -73,7 +76,7 @@ class ServerProcess:
         # unnamed, so that no file is left behind
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._began = time.monotonic()
-        self._process = subprocess.Popen(
+        self._process = self.popen(
             command,
             stdout=self._log,
             stderr=subprocess.STDOUT,
