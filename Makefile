@@ -41,7 +41,7 @@ ANSWERS := import os, sys, threading, urllib.request; \
   clock = threading.Timer(3, os._exit, [1]); clock.daemon = True; clock.start(); \
   urllib.request.urlopen(sys.argv[1])
 
-.PHONY: demo chat test test-oldest smoke lint venv environment release clean
+.PHONY: demo chat test test-oldest smoke lint venv venv-oldest environment release clean
 
 demo:
 	@$(RUN) launch/demo.py
@@ -52,15 +52,24 @@ chat:
 # three files at a time, on two cores: starting servers takes most of the time, and leaves cores
 # idle. One thread each: OpenMP spins at barriers, and teams on the same cores stall each other
 PYTEST := -m pytest -n 3 --dist loadfile --durations=15
+OLDEST_LOG := $(OLDEST_VENV)/install.log
 
+# the oldest release is installed while the newest is tested: pip mostly waits
 test: venv lint
-	@OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
+	@mkdir -p $(OLDEST_VENV)
+	@$(MAKE) --no-print-directory venv-oldest >$(OLDEST_LOG) 2>&1 & installing=$$!; \
+	  trap 'kill $$installing 2>/dev/null' INT TERM; \
+	  OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) || { kill $$installing 2>/dev/null; exit 1; }; \
+	  wait $$installing || { cat $(OLDEST_LOG); \
+	    echo "SGLang $(OLDEST) was not installed, so nothing was tested on it: see above"; exit 1; }
 	@$(MAKE) --no-print-directory test-oldest
 	@$(BIN)/python tests/smoke/since.py
 
-test-oldest:
-	@$(MAKE) --no-print-directory venv SGLANG=$(OLDEST) VENV=$(OLDEST_VENV)
+test-oldest: venv-oldest
 	@OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python $(PYTEST) $(ON_OLDEST)
+
+venv-oldest:
+	@$(MAKE) --no-print-directory venv SGLANG=$(OLDEST) VENV=$(OLDEST_VENV)
 
 # needs a PYTHON with SGLang and a GPU, at most 8 minutes; SMOKE="--families gemma4" runs a subset
 smoke:

@@ -198,3 +198,61 @@ def test_another_python_is_refused_first(
     assert done.returncode != 0
     assert (done.stdout + done.stderr).splitlines()[0].endswith(reason)
     assert not (tmp_path / "venv").exists()
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    """A folder with the environments that `make test` needs, whose programs note their words."""
+    for venv in ("venv", f"venv-{release.SERVED[0]}"):
+        (tmp_path / venv / "bin").mkdir(parents=True)
+        (tmp_path / venv / ".installed").touch()
+        for name in ("python", "ruff", "mypy"):
+            program = tmp_path / venv / "bin" / name
+            program.write_text(f'#!/bin/sh\necho "{venv} {name} $*"\nexit ${{{name}_FAILS:-0}}\n')
+            program.chmod(0o755)
+    return tmp_path
+
+
+def make_test(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    kept = {
+        name: os.environ[name] for name in os.environ if not name.startswith(("MAKE", "MFLAGS"))
+    }
+    return subprocess.run(
+        ["make", "test", f"VENV={folder / 'venv'}"],
+        cwd=ROOT,
+        env={**kept, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_both_releases_are_tested(tools: Path) -> None:
+    done = make_test(tools)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = [line.split() for line in done.stdout.splitlines() if " -m pytest " in line]
+    assert [run[0] for run in runs] == ["venv", f"venv-{release.SERVED[0]}"]
+    # all of them on the newest
+    assert all(word.startswith("-") or word in ("3", "loadfile") for word in runs[0][4:])
+    assert "tests/glue" in runs[1]
+
+
+def test_a_release_that_cannot_be_installed_fails_the_run(tools: Path) -> None:
+    """It is installed beside the tests of the other, where its failure could go unseen."""
+    oldest = tools / f"venv-{release.SERVED[0]}"
+    (oldest / ".installed").unlink()
+    # where packages go
+    (oldest / "bin" / "python").write_text(f"#!/bin/sh\necho {tools}\n")
+    (oldest / "bin" / "pip").write_text("#!/bin/sh\necho no such package\nexit 1\n")
+    (oldest / "bin" / "pip").chmod(0o755)
+    done = make_test(tools)
+    assert done.returncode != 0
+    assert "no such package" in done.stdout
+    assert f"SGLang {release.SERVED[0]} was not installed" in done.stdout
+    assert done.stdout.count(" -m pytest ") == 1
+
+
+def test_a_failed_test_fails_the_run(tools: Path) -> None:
+    done = make_test(tools, python_FAILS="1")
+    assert done.returncode != 0
+    assert done.stdout.count(" -m pytest ") == 1
