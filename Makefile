@@ -51,7 +51,9 @@ chat:
 
 # three files at a time, on two cores: starting servers takes most of the time, and leaves cores
 # idle. One thread each: OpenMP spins at barriers, and teams on the same cores stall each other
-PYTEST := -m pytest -n 3 --dist loadfile --durations=15
+# Files in the order of their names, which has the servers first: xdist would start with those that
+# have the most tests, and end with a long one
+PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=15
 OLDEST_LOG := $(OLDEST_VENV)/install.log
 
 # the oldest release is installed while the newest is tested: pip mostly waits

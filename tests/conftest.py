@@ -49,9 +49,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # some pytest releases alternate between schedules, which restarts the servers each time
     items.sort(key=_schedule)
+    if hasattr(config, "workerinput"):
+        # a worker gets whole files: those with schedules start with the others, not after them
+        items.sort(key=lambda item: item.path)
     if HAS_GPU:
         return
     for item in items:
