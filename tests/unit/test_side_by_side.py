@@ -1,0 +1,77 @@
+"""The demo's two columns: what is shown of two answers that arrive one after the other."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from sglang_dflash.testing.side_by_side import Told, bar, tell_both
+from sglang_dflash.testing.stream import Piece
+
+GREEN_DRAFT = "\033[32m a hare\033[0m"
+CONTROL = re.compile(r"\033\[[0-9;?]*[A-Za-z]")
+
+
+def answer(told: Told, words: int = 1) -> Iterator[Piece]:
+    told.answer.token_ids = list(range(2 * words))
+    for _ in range(words):
+        yield Piece("Once", False)
+        yield Piece(" a hare", told.name == "drafting")
+
+
+def shown(width: int, *, terminal: bool, words: int = 1, height: int = 24) -> str:
+    out = io.StringIO()
+    console = Console(
+        file=out, force_terminal=terminal, width=width, height=height, _environ={"TERM": "xterm"}
+    )
+    tell_both(console, Told("plain"), Told("drafting"), ask=lambda told: answer(told, words))
+    return out.getvalue()
+
+
+def test_a_wide_terminal_has_both_answers_in_one_line() -> None:
+    screen = shown(100, terminal=True)
+    assert GREEN_DRAFT in screen
+    [*_, speeds, answers] = CONTROL.sub("", screen).rstrip().splitlines()
+    assert re.fullmatch(
+        r"plain  [\d.]+ tokens/s, 2 tokens in 0\.0 s +drafting  .* 0\.0 s *", speeds
+    )
+    assert answers.split() == ["Once", "a", "hare"] * 2
+
+
+@pytest.mark.parametrize(("width", "terminal"), [(100, False), (60, True)], ids=["piped", "narrow"])
+def test_elsewhere_one_stands_below_the_other(
+    width: int, terminal: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown(width, terminal=terminal)
+    lines = capsys.readouterr().out.splitlines()
+    assert [lines[0], lines[1], lines[3]] == ["plain:", "Once a hare", "drafting:"]
+    draft = GREEN_DRAFT if terminal else "⟦ a hare⟧"
+    assert lines[4] == f"Once{draft}"
+
+
+def test_frames_show_the_end_of_an_answer_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """rich would cut off the end, which is where text arrives, and put an ellipsis there."""
+    monkeypatch.setattr("sglang_dflash.testing.side_by_side.FRAME_S", 0.0)
+    # 30 lines in a column of 48 characters
+    assert "..." not in shown(100, terminal=True, words=120, height=10)
+
+
+def test_the_first_answer_is_replayed_at_the_pace_it_had() -> None:
+    told = Told("plain", pieces=[(0.5, Piece("One", False)), (1.5, Piece(" two", False))])
+    told.answer.token_ids, told.seconds = [1, 2], 2.0
+    assert told.text(1.0).plain == "One"
+    assert told.speed(1.0).plain == "plain  2.0 tokens/s (replay)"
+    assert told.text().plain == "One two"
+    assert told.speed().plain == "plain  1.0 tokens/s, 2 tokens in 2.0 s"
+
+
+def test_bars_are_proportional_to_their_values() -> None:
+    lengths = [len(bar(share, 40)) for share in (0.0, 0.25, 0.5, 1.0)]
+    assert lengths == [0, 10, 20, 40]
+    assert bar(1 / 16, 4) == "▎"
