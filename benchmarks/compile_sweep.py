@@ -35,6 +35,7 @@ from sglang_dflash.kernels.attention.tiles import LayerShape, choose_tiles, tile
 from sglang_dflash.kernels.attention.verify import VerifyAttention
 from sglang_dflash.kernels.cards import Card
 from sglang_dflash.kernels.gemma_layer import thin_linear
+from sglang_dflash.testing.progress import Progress, say
 
 CARDS = tuple(Card(each) for each in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)))
 BLOCK, REQUESTS = 16, 3
@@ -321,10 +322,14 @@ def main() -> None:
     options = parse_options()
     print(HEADER, flush=True)
     told = []
-    with ProcessPoolExecutor(options.processes) as pool:
+    with (
+        ProcessPoolExecutor(options.processes) as pool,
+        Progress(len(options.cards), "cards") as progress,
+    ):
         results = pool.map(sweep_card, options.cards)
         for card, (found, wrong) in zip(options.cards, results, strict=True):
-            print("\n".join(lines(card, found)), flush=True)
+            say("\n".join(lines(card, found)))
+            progress.step()
             told += list(zip(repeat(card), wrong, strict=False))
     for card, fault in told:
         print(f"{card}: {fault}")

@@ -56,6 +56,7 @@ from benchmarks.load_points import Questions, RandomPrompts, measure
 from benchmarks.load_report import draw, report
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.testing.progress import Progress, say
 from sglang_dflash.testing.server import ServerProcess, free_port
 
 SHAPES = ROOT / "benchmarks" / "shapes"
@@ -168,16 +169,17 @@ class Run:
         return sum(START_S + count * point for count in counts if count)
 
     def run(self) -> None:
-        print(f"about {self.estimate_s() / 60:.0f} minutes; writes {self.options.out}", flush=True)
+        say(f"about {self.estimate_s() / 60:.0f} minutes; writes {self.options.out}")
         starts = [start for start in starts_of(self.options) if self.missing(start)]
         tokens = self._tokens_needed()
         pair = (self.options.model_path, self.options.draft_model_path)
         several = sharing.at_once(self.options, *pair, tokens)
-        for first in range(0, len(starts), several):
-            if not self._is_late():
-                self._run_group(starts[first : first + several], tokens)
+        with Progress(sum(len(self.missing(start)) for start in starts), "points") as progress:
+            for first in range(0, len(starts), several):
+                if not self._is_late():
+                    self._run_group(starts[first : first + several], tokens, progress)
 
-    def _run_group(self, starts: list[Start], tokens: int) -> None:
+    def _run_group(self, starts: list[Start], tokens: int, progress: Progress) -> None:
         """Start the servers together, and measure one after another."""
         neighbourly = sharing.server_args(tokens) if len(starts) > 1 else []
         serving = {start: partial(self._serve, start, neighbourly) for start in starts}
@@ -195,9 +197,9 @@ class Run:
             try:
                 if failed is not None:
                     raise failed
-                self._measure(start, server, result)
+                self._measure(start, server, result, progress)
             except (RuntimeError, requests.RequestException) as error:
-                print(f"{start.system}: {error}", flush=True)
+                say(f"{start.system}: {error}")
                 result["error"] = str(error)[-2000:]
             self.write(picture=True)
 
@@ -211,13 +213,16 @@ class Run:
         env = switches(start, simulates=not options.prompts)
         return ServerProcess(command, env=env, port=options.port)
 
-    def _measure(self, start: Start, server: ServerProcess, result: dict[str, Any]) -> None:
+    def _measure(
+        self, start: Start, server: ServerProcess, result: dict[str, Any], progress: Progress
+    ) -> None:
         options, info = self.options, server.info()
-        print(f"{start.system}: ready after {server.start_s:.0f} s", flush=True)
+        say(f"{start.system}: ready after {server.start_s:.0f} s")
         check_system(start.system, info)
         result |= {"start_s": server.start_s, "attention": systems.backends_in_use(info)}
         result["command"] = [result_files.short_path(word) for word in server.command]
         for profile, n in self.missing(start):
+            progress.name(f"{start.system}, {profile or 'plain'} at {n}")
             if self._is_late():
                 result["skipped"].append(f"{profile or 'plain'} at {n}: out of time")
                 continue
@@ -227,12 +232,14 @@ class Run:
                 room = load_windows.room_for(info, n, prompts.longest, most)
                 point = measure(server, profile, n, room, prompts, options)
             except RuntimeError as error:
-                print(f"{start.system}, {profile}: {error}", flush=True)
+                say(f"{start.system}, {profile}: {error}")
                 result["skipped"].append(f"{profile or 'plain'} at {n}: {error}")
+                progress.step()
                 continue
             shown = {name: value for name, value in point.items() if name != "windows"}
-            print(f"{start.system}: {shown}", flush=True)
+            say(f"{start.system}: {shown}")
             result["points"].append(point)
+            progress.step()
             self.write(picture=False)
 
     def _tokens_needed(self) -> int:

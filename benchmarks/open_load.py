@@ -36,6 +36,7 @@ import torch
 from benchmarks import ROOT, load, real_text, result_files, sharing, systems
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.testing.progress import Progress, say
 from sglang_dflash.testing.server import ServerProcess, free_port
 
 SYSTEMS = ("plain", "ours-16", "ours")
@@ -195,6 +196,7 @@ def measure(
     prompts: list[list[int]],
     options: argparse.Namespace,
     late: Callable[[], bool],
+    progress: Progress,
 ) -> Iterable[dict[str, Any]]:
     """Measure a running server; yield what is known of its system after every point."""
     info = server.info()
@@ -210,7 +212,8 @@ def measure(
         times = arrivals(rate, options.seconds)
         found = run_point(server.url, prompts, times, options.max_tokens)
         result["points"].append(numbers(rate, *found))
-        print(f"{system}: {result['points'][-1]}", flush=True)
+        say(f"{system}: {result['points'][-1]}")
+        progress.step()
         yield result
 
 
@@ -263,21 +266,26 @@ def main() -> None:
     def stop(name: str, server: ServerProcess) -> None:
         systems.stop_server(server, options.logs, name)
 
-    for names, tokens in groups(options, max(map(len, prompts))):
-        neighbourly = sharing.server_args(tokens) if len(names) > 1 else []
-        starts = {name: partial(serve, name, options, neighbourly) for name in names}
-        for name, server, failed in sharing.serve_all(starts, stop):
-            results = found["results"]
-            try:
-                if failed is not None:
-                    raise failed
-                for result in measure(name, server, prompts, options, late):
-                    results[name] = result
+    with Progress(len(options.systems) * len(options.rates), "points") as progress:
+        for names, tokens in groups(options, max(map(len, prompts))):
+            neighbourly = sharing.server_args(tokens) if len(names) > 1 else []
+            starts = {name: partial(serve, name, options, neighbourly) for name in names}
+            for name, server, failed in sharing.serve_all(starts, stop):
+                results = found["results"]
+                try:
+                    if failed is not None:
+                        raise failed
+                    for result in measure(name, server, prompts, options, late, progress):
+                        results[name] = result
+                        result_files.write(found, options.out, table(results))
+                except (RuntimeError, requests.RequestException) as error:
+                    say(f"{name}: {error}")
+                    results[name] = {
+                        "points": [],
+                        **results.get(name, {}),
+                        "error": str(error)[-2000:],
+                    }
                     result_files.write(found, options.out, table(results))
-            except (RuntimeError, requests.RequestException) as error:
-                print(f"{name}: {error}", flush=True)
-                results[name] = {"points": [], **results.get(name, {}), "error": str(error)[-2000:]}
-                result_files.write(found, options.out, table(results))
     print(table(found["results"]))
     if any("error" in result for result in found["results"].values()):
         raise SystemExit(1)

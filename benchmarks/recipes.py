@@ -41,6 +41,7 @@ from benchmarks.recipe_report import reason_of, report
 from benchmarks.systems import SYSTEMS
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import tiny_target
+from sglang_dflash.testing.progress import Progress, say
 from sglang_dflash.testing.server import NO_ANSWER, START_TIMEOUT_S, ServerProcess, free_port
 
 LAUNCH = ROOT / "launch"
@@ -191,7 +192,7 @@ def run_group(
             if NO_ANSWER in str(error) and timeout_s < START_TIMEOUT_S:
                 # the budget ran out, not a failure of the server
                 continue
-            print(error, flush=True)
+            say(str(error))
             found = {"error": reason_of(str(error))}
         yield cell, found | {"beside": beside}
 
@@ -239,6 +240,14 @@ def run(options: argparse.Namespace) -> tuple[Results, list[Cell]]:
     """Measure missing cells while the budget lasts; return the results and the cells left."""
     results = Results(options)
     missing = [cell for cell in plan(options) if not results.has(cell)]
+    with Progress(len(missing), "cells") as progress:
+        return results, run_cells(missing, results, options, progress)
+
+
+def run_cells(
+    missing: list[Cell], results: Results, options: argparse.Namespace, progress: Progress
+) -> list[Cell]:
+    """Measure cells while the budget lasts; return those that are left."""
     began, longest = time.monotonic(), 0.0
     while missing:
         left = options.budget_s - (time.monotonic() - began) if options.budget_s else float("inf")
@@ -250,12 +259,13 @@ def run(options: argparse.Namespace) -> tuple[Results, list[Cell]]:
         for cell, found in run_group(group, options, timeout_s=min(left, START_TIMEOUT_S)):
             results.add(cell, found)
             done.append(cell)
-            print(f"{cell.key}, {time.monotonic() - start:.0f} s: {found}", flush=True)
+            say(f"{cell.key}, {time.monotonic() - start:.0f} s: {found}")
+            progress.step()
         longest = max(longest, time.monotonic() - start)
         missing = [cell for cell in missing if cell not in done]
         if len(done) < len(group):
             break
-    return results, missing
+    return missing
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

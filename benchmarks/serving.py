@@ -36,6 +36,7 @@ from benchmarks.batch_load import SAMPLING, decode_rate, draw_prompts, run_batch
 from benchmarks.systems import SYSTEMS
 from benchmarks.trace_split import report, split
 from sglang_dflash.interrupt import end_on_interrupt
+from sglang_dflash.testing.progress import Progress, say
 from sglang_dflash.testing.server import ServerProcess
 
 PROFILED_STEPS = 10
@@ -119,34 +120,42 @@ def profile(
             keep.mkdir(parents=True, exist_ok=True)
             shutil.copy(traces[0], keep / f"trace-{num_requests}-{context}.json.gz")
         found = split(traces[0])
-    print(f"{num_requests} requests of {context}: {report(found)}", flush=True)
+    say(f"{num_requests} requests of {context}: {report(found)}")
     return {"requests": num_requests, "context": context, **found}
 
 
-def run_system(system: str, options: argparse.Namespace) -> dict[str, Any]:
+def batches(options: argparse.Namespace) -> list[tuple[int, int]]:
+    """Return the contexts and numbers of requests to measure."""
+    return [
+        (context, num_requests)
+        for context in options.contexts
+        for num_requests in options.requests
+        if context * num_requests <= options.max_tokens
+    ]
+
+
+def run_system(system: str, options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     server = serve(system, options)
     try:
         server.wait()
-        print(f"{system}: ready after {server.start_s:.0f} s", flush=True)
+        say(f"{system}: ready after {server.start_s:.0f} s")
         attention = systems.backends_in_use(server.info())
         points: list[dict[str, Any]] = []
         splits: list[dict[str, Any]] = []
-        for context in options.contexts:
-            for num_requests in options.requests:
-                if context * num_requests > options.max_tokens:
-                    continue
-                for sampling in options.sampling:
-                    point = measure(server, num_requests, context, sampling, options)
-                    shown = {k: v for k, v in point.items() if k != "output_ids"}
-                    print(f"{system}: {shown}", flush=True)
-                    points.append(point)
-                if options.trace and system.startswith("ours"):
-                    # a failed trace must not lose the measurements
-                    try:
-                        keep = options.logs and options.logs / system
-                        splits.append(profile(num_requests, context, options, keep=keep))
-                    except (RuntimeError, requests.RequestException, SystemExit) as error:
-                        print(f"no trace: {error}", flush=True)
+        for context, num_requests in batches(options):
+            for sampling in options.sampling:
+                point = measure(server, num_requests, context, sampling, options)
+                shown = {k: v for k, v in point.items() if k != "output_ids"}
+                say(f"{system}: {shown}")
+                progress.step()
+                points.append(point)
+            if options.trace and system.startswith("ours"):
+                # a failed trace must not lose the measurements
+                try:
+                    keep = options.logs and options.logs / system
+                    splits.append(profile(num_requests, context, options, keep=keep))
+                except (RuntimeError, requests.RequestException, SystemExit) as error:
+                    say(f"no trace: {error}")
         found: dict[str, Any] = {"start_s": server.start_s, "command": server.command[3:]}
         found |= {"attention": attention, "points": points}
         state = server.state()
@@ -216,17 +225,20 @@ def main() -> None:
         result_files.rewrite(options.picture, table, draw)
         return
     results = earlier(options)
-    for system in options.systems:
-        if system in results:
-            print(f"{system}: already measured, see {options.out}.json", flush=True)
-            continue
-        try:
-            results[system] = run_system(system, options)
-        except (RuntimeError, requests.RequestException) as error:
-            print(f"{system}: {error}", flush=True)
-            results[system] = {"error": str(error)[-2000:]}
-        if options.out:
-            write(finding(results, options), options.out)
+    each = len(batches(options)) * len(options.sampling)
+    with Progress(len(options.systems) * each, "points") as progress:
+        for done, system in enumerate(options.systems, start=1):
+            if system in results:
+                say(f"{system}: already measured, see {options.out}.json")
+            else:
+                try:
+                    results[system] = run_system(system, options, progress)
+                except (RuntimeError, requests.RequestException) as error:
+                    say(f"{system}: {error}")
+                    results[system] = {"error": str(error)[-2000:]}
+                if options.out:
+                    write(finding(results, options), options.out)
+            progress.reach(done * each)
     print(table(results))
     for what, equal in compare_outputs(results).items():
         print(f"{what}: {equal}")

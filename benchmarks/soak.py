@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from benchmarks.soak_requests import choose_kinds, encode_questions, write_other
 from benchmarks.soak_storm import Outcome, Pair, Storm, warm_up
 from sglang_dflash.environment import COMPARE_RANKS
 from sglang_dflash.interrupt import end_on_interrupt
+from sglang_dflash.testing.progress import Progress
 from sglang_dflash.testing.server import Server
 from sglang_dflash.testing.two_ranks import TwoRanks
 
@@ -170,8 +171,12 @@ def run(pairs: list[Pair], options: argparse.Namespace) -> dict[str, Any]:
         list(pool.map(lambda pair: warm_up(pair, kinds), pairs))
         began = time.monotonic()
         storms = [Storm(pair, options, i, questions) for i, pair in enumerate(pairs)]
-        for outcome in pool.map(lambda storm: storm.run(other_weights), storms):
-            total.add(outcome)
+        running = [pool.submit(storm.run, other_weights) for storm in storms]
+        with Progress(100, "percent") as progress:
+            while wait(running, timeout=1).not_done:
+                progress.reach(100 * min(storm.progress() for storm in storms))
+        for ended in running:
+            total.add(ended.result())
     settings = ("pairs", "concurrency", "max_running", "pool", "chunk", "seeds", "ranks", "steps")
     return {
         **{name: getattr(options, name) for name in settings},

@@ -92,6 +92,7 @@ class Storm:
         self.lock = threading.Lock()
         # compared by the ranks, when last asked
         self.steps, self.asked = 0, 0.0
+        self.began = time.monotonic()
 
     def run(self, other_weights: Path | None) -> Outcome:
         """Run the storm, switching the weights back and forth in between; return its outcome."""
