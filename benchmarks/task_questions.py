@@ -17,6 +17,7 @@ import openai
 from benchmarks.task_report import Answer
 from sglang_dflash.testing.server import ServerProcess
 
+TASKS = ("gsm8k", "math500", "humaneval", "mbpp", "mtbench")
 REQUEST_TIMEOUT_S = 1800
 # least share of a round in which all requests must have been running to be measured alone
 STEADY_SHARE = 0.25
@@ -30,6 +31,17 @@ class Question:
     id: str
     turns: tuple[str, ...]
     reference: str | None
+
+
+def known_tasks(folder: Path) -> list[str]:
+    """Return the tasks whose files are there; print which are not. Exit if there is none."""
+    files = {task: folder / f"{task}.jsonl" for task in TASKS}
+    missing = [path.name for path in files.values() if not path.is_file()]
+    if len(missing) == len(TASKS):
+        raise SystemExit(f"--data {folder} has none of {', '.join(missing)}. Pass their folder.")
+    if missing:
+        print(f"left out, not in {folder}: {', '.join(missing)}", flush=True)
+    return [task for task, path in files.items() if path.name not in missing]
 
 
 def read_questions(folder: Path, task: str, limit: int) -> list[Question]:

@@ -3,9 +3,11 @@
     python -m benchmarks.tasks --data DIR --model-path M --draft-model-path D --out results/tasks
 
 DIR holds one TASK.jsonl per task, a question per line: `id`, `prompt` or `turns` (each turn is
-asked with the previous answers in the chat), and an optional `reference`. Plain decoding,
-SGLang's DFLASH and ours get the same requests through the OpenAI chat endpoint, one system after
-another; the first two run on the attention backends that SGLang picks.
+asked with the previous answers in the chat), and an optional `reference`. A task without a file is
+named and left out, unless --tasks asks for it.
+
+Plain decoding, SGLang's DFLASH and ours get the same requests through the OpenAI chat endpoint, one
+system after another; the first two run on the attention backends that SGLang picks.
 
 A point is measured in rounds. Tokens per second are those of the time in which all requests of the
 point were running, from the first question of a round until the first request ended that no other
@@ -35,14 +37,22 @@ import torch
 
 from benchmarks import ROOT, result_files, sharing, systems
 from benchmarks.systems import SYSTEMS
-from benchmarks.task_questions import Point, Question, Round, ask_all, read_questions, take
+from benchmarks.task_questions import (
+    Point,
+    Question,
+    Round,
+    ask_all,
+    known_tasks,
+    read_questions,
+    take,
+)
 from benchmarks.task_report import Answer, compare, draw, is_right, tables
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.testing.progress import Progress, say
 from sglang_dflash.testing.server import ServerProcess, free_port
 from sglang_dflash.train.prompts import sha256
 
-TASKS = ("gsm8k", "math500", "humaneval", "mbpp", "mtbench")
 WARM_UP_TOKENS = 32
 PROMPT_TOKENS = 1024  # KV-pool room for a prompt when servers run side by side
 
@@ -165,10 +175,11 @@ class Run:
         """Measure all systems, as many servers at once as --side-by-side allows."""
         options, pair = self.options, (self.options.model_path, self.options.draft_model_path)
         several = sharing.at_once(options, *pair, self._tokens_needed())
-        for first in range(0, len(options.systems), several):
-            self._run_group(options.systems[first : first + several])
+        with Progress(len(options.systems) * len(self.points), "points") as progress:
+            for first in range(0, len(options.systems), several):
+                self._run_group(options.systems[first : first + several], progress)
 
-    def _run_group(self, names: list[str]) -> None:
+    def _run_group(self, names: list[str], progress: Progress) -> None:
         neighbourly = sharing.server_args(self._tokens_needed()) if len(names) > 1 else []
         starts = {name: partial(serve, name, self.options, neighbourly) for name in names}
 
@@ -180,22 +191,26 @@ class Run:
             try:
                 if failed is not None:
                     raise failed
-                self._run_system(name, server, result)
+                self._run_system(name, server, result, progress)
             except (RuntimeError, requests.RequestException) as error:
-                print(f"{name}: {error}", flush=True)
+                say(f"{name}: {error}")
                 result["error"] = str(error)[-2000:]
+            progress.reach(len(self.results) * len(self.points))
 
-    def _run_system(self, system: str, server: ServerProcess, result: dict[str, Any]) -> None:
+    def _run_system(
+        self, system: str, server: ServerProcess, result: dict[str, Any], progress: Progress
+    ) -> None:
         result["start_s"] = server.start_s
         result["command"] = [result_files.short_path(word) for word in server.command]
         result["attention"] = systems.backends_in_use(server.info())
-        print(f"{system}: ready after {server.start_s:.0f} s", flush=True)
+        say(f"{system}: ready after {server.start_s:.0f} s")
         self._warm_up(server)
         for point in self.points:
             found, answers = measure(server, self._questions_of(point), point, self.options)
             self._answers[system, point] = answers
             result["points"].append(found | self._compare(system, point))
-            print(f"{system}: {result['points'][-1]}", flush=True)
+            say(f"{system}: {result['points'][-1]}")
+            progress.step()
             self.write(picture=False)
 
     def _questions_of(self, point: Point) -> list[Question]:
@@ -253,7 +268,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     known = SYSTEMS if on_gpu else ("plain", "ours")
     parser.add_argument("--systems", nargs="+", type=systems.system_name, default=list(known))
     systems.add_backend_option(parser)
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", help="default: those whose file --data has")
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--limit", type=int, default=0, help="questions per task; 0: all")
     parser.add_argument("--seconds-per-point", type=float, default=60.0, help="0: no limit")
@@ -285,6 +300,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--rounds {options.rounds}: pass at least 1")
     if options.picture is None and options.data is None:
         parser.error("--data is required: a folder with a TASK.jsonl for each of --tasks")
+    if options.picture is None and options.tasks is None:
+        options.tasks = known_tasks(options.data)
     return options
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.task_questions import known_tasks, read_questions
 from sglang_dflash.pairs import tiny_drafter
 from sglang_dflash.pairs.tiny_corpus.corpus import sample_prompts
 from sglang_dflash.testing.server import ROOT
@@ -39,7 +40,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for i in range(QUESTIONS)
         ]
         (folder / f"{task}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    arguments = ["--data", str(folder), "--tasks", *TASKS, "--concurrency", "1", "2"]
+    # no --tasks: those that have no file here are left out
+    arguments = ["--data", str(folder), "--concurrency", "1", "2"]
     arguments += ["--max-tokens", "40", "--out", str(folder / "out"), "--context-length", "512"]
     arguments += ["--side-by-side"]
     ran = subprocess.run(
@@ -52,6 +54,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert f"left out, not in {folder}: math500.jsonl, humaneval.jsonl, mbpp.jsonl\n" in ran.stdout
     return folder / "out"
 
 
@@ -91,7 +94,7 @@ def test_accept_length_is_what_the_server_counted(found: dict[str, Any]) -> None
 
 
 def test_the_result_says_where_it_comes_from(found: dict[str, Any], out: Path) -> None:
-    assert found["command"].startswith("python -m benchmarks.tasks --tasks gsm8k mtbench")
+    assert found["command"].startswith("python -m benchmarks.tasks --concurrency 1 2")
     assert found["sglang"] and found["torch"]
     assert "; ours torch_native, draft torch_native." in out.with_suffix(".md").read_text()
     assert all(result["beside"] == 1 for result in found["results"].values())
@@ -114,3 +117,11 @@ def test_the_table_has_a_row_per_task_and_a_speed_up(out: Path) -> None:
     assert "| MT-Bench | 6 of 6 | 6 of 6 | 6 of 6 |" in text
     pytest.importorskip("matplotlib")
     assert out.with_suffix(".png").stat().st_size > 5000
+
+
+def test_a_task_that_is_asked_for_must_have_its_file(tmp_path: Path) -> None:
+    """Results of fewer tasks than were asked for look complete."""
+    with pytest.raises(SystemExit, match=r"mbpp\.jsonl does not exist"):
+        read_questions(tmp_path, "mbpp", 0)
+    with pytest.raises(SystemExit, match=r"has none of gsm8k\.jsonl, .* Pass their folder"):
+        known_tasks(tmp_path)
