@@ -26,8 +26,13 @@ ENV = {
     # on a CPU with a single NUMA node, SGLang must be told the cores of each rank
     "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
 }
-# it maps the memory of the other rank's GPU
-ARGS = ("--tp-size", "2", "--nnodes", "2", "--disable-custom-all-reduce")
+ARGS = (
+    *("--tp-size", "2", "--nnodes", "2"),
+    # it maps the memory of the other rank's GPU
+    "--disable-custom-all-reduce",
+    # where many servers start at once, nodes come further apart than DFLASH allows by default
+    *("--dist-timeout", "300"),
+)
 
 
 class TwoRanks(Server):

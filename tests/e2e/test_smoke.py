@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.smoke import run
-from tests.smoke.checks import EXACT, Checks
+from tests.smoke.checks import EXACT, SEEDED, Checks
 
-GEMMA, GEMMA_WITH_EXPERTS = run.FAMILIES[:2]
+GEMMA, GEMMA_WITH_EXPERTS, _, QWEN3 = run.FAMILIES[:4]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="`make smoke` runs all of it")
@@ -29,6 +29,13 @@ def test_a_family_passes_on_two_ranks_of_a_cpu() -> None:
     exact = found["checks"]["exact"]
     assert {"our worker, layers", "ranks compared in every step"} <= set(exact)
     assert {f"{kind}, as one rank" for kind in EXACT} == set(found["checks"]["plain"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="`--tp 2` runs all of it")
+def test_seeded_answers_on_two_ranks_of_a_cpu() -> None:
+    found = run.run_family(QWEN3, small=True, ranks=2, seeded=True)
+    assert run.is_fine(found), found
+    assert {f"{kind}, 12 requests" for kind in SEEDED} <= set(found["checks"]["exact"])
 
 
 def test_two_ranks_have_families_of_their_own() -> None:
