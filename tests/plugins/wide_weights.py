@@ -4,6 +4,9 @@
 contribution is then negligible, and a server that attends to the wrong keys answers like a correct
 one. With WIDE_WEIGHTS=1 weights are as wide as trained ones and seeded by name, so that all servers
 with the same shapes have the same weights. Ranks cut their shards from the weights of one rank.
+
+Gemma's embedding still outweighs its layers then, and greedy answers mostly repeat a token. With
+WIDE_WEIGHTS=2 the norms after attention and MLP are as wide as the embedding.
 """
 
 from __future__ import annotations
@@ -12,9 +15,12 @@ import os
 import zlib
 from typing import Any
 
+EMBEDDING_GAIN = 5.0
+POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+
 
 def activate() -> None:
-    if os.environ.get("WIDE_WEIGHTS") != "1":
+    if os.environ.get("WIDE_WEIGHTS") not in ("1", "2"):
         return
     from sglang.srt.model_loader import loader
 
@@ -25,14 +31,20 @@ def draw_weights(model: Any) -> None:
     """Fill a model's floating-point parameters and buffers, identically in every process."""
     import torch
 
+    weights = model.state_dict()
+    # only Gemma has norms after its MLPs, and with them after attention
+    is_gemma = any(POST_NORMS[1] in name for name in weights)
+    outputs = POST_NORMS if is_gemma and os.environ["WIDE_WEIGHTS"] == "2" else ()
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():
+        for name, tensor in weights.items():
             if not torch.is_floating_point(tensor):
                 continue
             path, _, own_name = name.rpartition(".")
             dim, parts = shards(model.get_submodule(path), own_name, tensor)
             if not parts:
                 draw(tensor, name)
+                if own_name == "weight" and path.endswith(outputs):
+                    tensor.mul_(EMBEDDING_GAIN)
                 continue
             shape = list(tensor.shape)
             shape[dim] = sum(size for size, _ in parts)
@@ -52,7 +64,7 @@ def draw(tensor: Any, name: str) -> None:
         tensor.uniform_(0.5, 1.5, generator=generator)
         return
     # logits span about 20, so that two tokens are hardly ever within rounding error
-    gain = 5.0 if "embed" in name or "lm_head" in name else 1.5
+    gain = EMBEDDING_GAIN if "embed" in name or "lm_head" in name else 1.5
     tensor.normal_(std=gain * tensor.shape[-1] ** -0.5, generator=generator)
 
 

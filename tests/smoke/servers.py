@@ -65,9 +65,10 @@ def start(
     graphs = ["--cuda-graph-max-bs-decode", str(LARGEST_GRAPH), "--disable-prefill-cuda-graph"]
     # experts in plain torch read sizes on the host, which a CUDA graph cannot
     exact = ["--disable-cuda-graph"] if family.has_experts or small else graphs
+    wide = "1" if ranks == 1 else "2"
     # SGLang itself may be on the path that is inherited
     path = os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH")]))
-    env = {"PYTHONPATH": path, "WIDE_WEIGHTS": "1", **SCHEDULES["plan stream"]}
+    env = {"PYTHONPATH": path, "WIDE_WEIGHTS": wide, **SCHEDULES["plan stream"]}
     if seeded:
         # compiling SGLang's seeded sampler takes longer than all checks together
         env["TORCHDYNAMO_DISABLE"] = "1"
