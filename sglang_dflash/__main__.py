@@ -1,4 +1,4 @@
-"""`sglang-dflash doctor | serve | report | train | convert | drafters`; also as `python -m
+"""`sglang-dflash doctor | serve | tune | report | train | convert | drafters`; also as `python -m
 sglang_dflash`."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from pathlib import Path
 from typing import TypeAlias
 
 from sglang_dflash import __version__
@@ -29,7 +30,8 @@ def main(arguments: list[str] | None = None, *, prog: str = MODULE) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser(prog)
     options, others = parser.parse_known_args(arguments)
-    if others and options.command != "serve":
+    options.server_args = others
+    if others and options.command not in ("serve", "tune"):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         return end_on_interrupt(options.command, lambda: run(options, arguments))
@@ -50,6 +52,7 @@ def make_parser(prog: str = MODULE) -> argparse.ArgumentParser:
 
     add_doctor(commands)
     add_serve(commands)
+    add_tune(commands)
     add_report(commands)
     train = add_command(
         commands,
@@ -95,6 +98,44 @@ def add_serve(commands: Commands) -> None:
     )
     add_pair_options(serve)
     serve.set_defaults(gpu_memory_gb=None, contract=False)
+
+
+def add_tune(commands: Commands) -> None:
+    tune = add_command(
+        commands,
+        "tune",
+        "find the fastest settings for this machine, a pair and a load, by measuring",
+        "--model-path Qwen/Qwen3-8B --speculative-draft-model-path z-lab/Qwen3-8B-DFlash-b16 "
+        "--requests 1 16 --prompts my-prompts.jsonl",
+        more="Every trial starts a server, so it takes minutes. Other arguments are passed on to "
+        "the servers.",
+    )
+    add_pair_options(tune)
+    tune.add_argument(
+        "--prompts",
+        nargs="+",
+        type=Path,
+        help="questions to ask, one per line, as for train; default: a dozen of our own",
+    )
+    tune.add_argument(
+        "--requests", nargs="+", type=positive, default=[1, 8], help="concurrent requests"
+    )
+    tune.add_argument("--max-tokens", type=positive, default=256, help="limit for an answer")
+    tune.add_argument(
+        "--blocks",
+        nargs="+",
+        type=int,
+        help="block sizes to try; default: the drafter's own, a half and a quarter of it",
+    )
+    tune.add_argument(
+        "--widths",
+        nargs="+",
+        choices=["auto", "full"],
+        default=["auto", "full"],
+        help="verify widths to try; full: all of the block in each step",
+    )
+    tune.add_argument("--out", type=Path, help="also write the trials to this file, as JSON")
+    tune.set_defaults(gpu_memory_gb=None)
 
 
 def add_report(commands: Commands) -> None:
@@ -163,6 +204,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         from sglang_dflash.commands.doctor import run_doctor
 
         return run_doctor(options)
+    if options.command == "tune":
+        from sglang_dflash.commands.tune import run_tune
+
+        return run_tune(options)
     if options.command == "train":
         invocation = read_invocation(options, arguments)
         return run_until_stopped(invocation, lambda stop: run_train(options, invocation, stop))
@@ -194,6 +239,14 @@ def seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a time to wait: pass more than 0 seconds")
+    return value
+
+
+def positive(text: str) -> int:
+    """Read a count."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a count: pass 1 or more")
     return value
 
 

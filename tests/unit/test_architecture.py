@@ -91,6 +91,8 @@ ALLOWED = {
         "released_drafters",
         "safetensors_header",
         "speculators_format",
+        # tune starts servers
+        "testing",
         "train",
     },
     "__main__": {"__version__", "commands", "interrupt", "train"},

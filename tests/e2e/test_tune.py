@@ -1,0 +1,47 @@
+"""`tune` as a user runs it, on the embedded pair."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.pairs.tiny_corpus.corpus import sample_prompts
+from sglang_dflash.testing.server import ROOT
+
+TIMEOUT_S = 900
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a GPU, more would be measured")
+def test_a_pair_is_measured_and_the_best_settings_are_printed(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [json.dumps({"prompt": text}) for text in sample_prompts(4, seed=5)]
+    prompts.write_text("\n".join(rows) + "\n")
+    arguments = ["--model-path", tiny_target(), "--speculative-draft-model-path", tiny_drafter()]
+    arguments += ["--prompts", prompts, "--requests", "1", "2", "--max-tokens", "16"]
+    arguments += ["--blocks", "16", "4", "--widths", "auto", "--out", tmp_path / "out.json"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "sglang_dflash", "tune", *arguments, "--context-length", "512"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    names = [trial["settings"] for trial in found["trials"]]
+    assert names == ["plain decoding", "block size 16", "block size 4"]
+    for trial in found["trials"]:
+        assert trial["error"] is None and all(trial["tokens_per_s"][n] > 0 for n in ("1", "2"))
+    launch = shlex.split(ran.stdout.splitlines()[-1])
+    assert launch[0] == "launch/cpu.sh" and launch[-2:] == ["--context-length", "512"]
+    assert launch[launch.index("--speculative-num-draft-tokens") + 1] in ("16", "4")
+    assert "over plain decoding: " in ran.stdout
