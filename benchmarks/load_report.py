@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import result_files, systems
+from benchmarks.picture_style import style_of
 
 AUTO, FIXED, PLAIN = "ours", "ours-16", "plain"
 AGREEMENT = 0.03  # relative difference of two windows above which a rate is marked
@@ -228,9 +229,10 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axis.set_axis_off()
     for axis, (profile, lines) in zip(axes.flat, panels.items(), strict=False):
         for name in names:
-            # also without points here, so that a system has one colour in all panels
+            # also without points here, so that the legend of the first panel has all systems
             points = lines.get(name, [])
-            axis.plot([n for n, _ in points], [y for _, y in points], marker="o", label=name)
+            style = style_of(name, names)
+            axis.plot([n for n, _ in points], [y for _, y in points], marker="o", **style)
         ticks = sorted({n for points in lines.values() for n, _ in points})
         figures = [(n, figure) for n in ticks for figure in figures_for(profile, n)]
         goals = [(n, figure.least) for n, figure in figures if figure.over == PLAIN]

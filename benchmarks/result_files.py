@@ -19,6 +19,7 @@ import triton
 
 from benchmarks import ROOT
 from benchmarks.gpu import gpu_name
+from benchmarks.picture_style import style_of
 
 PANELS_PER_ROW = 5
 # relative difference of two runs above which the table marks a point
@@ -115,7 +116,7 @@ def is_unsteady(point: dict[str, Any]) -> bool:
 
 
 def draw_rates(panels: Mapping[str, Mapping[str, Line]], found: dict[str, Any], path: Path) -> None:
-    """Plot rate over requests: a panel per title, a line per label."""
+    """Plot rate over requests: a panel per title, a line per system."""
     import matplotlib.pyplot as plt
 
     if not panels:
@@ -125,9 +126,10 @@ def draw_rates(panels: Mapping[str, Mapping[str, Line]], found: dict[str, Any], 
     figure, axes = plt.subplots(rows, columns, figsize=(5 * columns, 4 * rows), squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
+    drawn = list(dict.fromkeys(system for lines in panels.values() for system in lines))
     for axis, (title, lines) in zip(axes.flat, panels.items(), strict=False):
-        for label, points in lines.items():
-            axis.plot(*zip(*points, strict=True), marker="o", label=label)
+        for system, points in lines.items():
+            axis.plot(*zip(*points, strict=True), marker="o", **style_of(system, drawn))
         ticks = sorted({x for points in lines.values() for x, _ in points})
         axis.set(title=title, xlabel="concurrent requests")
         axis.set_xscale("log", base=2)
