@@ -139,7 +139,7 @@ class Forker:
 def _forker(early: frozenset[tuple[str, str]]) -> Forker:
     """Return the process whose imports have read these variables."""
     # its own path: the servers of one process have different plug-ins
-    return Forker({**dict(early), "PYTHONPATH": os.environ["PYTHONPATH"]})
+    return Forker({**dict(early), "PYTHONPATH": os.environ.get("PYTHONPATH", "")})
 
 
 def _serve(channel: socket.socket) -> dict[str, Any] | None:
