@@ -257,6 +257,7 @@ def hf_config(family: str) -> PreTrainedConfig:
             sliding_window=48,
             num_local_experts=NUM_EXPERTS,
             num_experts_per_tok=2,
+            swiglu_limit=7.0,
             tie_word_embeddings=False,
             rope_parameters={"rope_theta": 150000.0, **YARN},
         )
