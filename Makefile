@@ -1,6 +1,6 @@
 # make demo   install, serve here, show plain decoding and DFLASH side by side, speed and acceptance
 # make chat   the same, with your own questions
-# make test   install and run every test that this machine can run, and a part of them on the oldest
+# make test   install and run every test that this machine can run, and some of them on the oldest
 #             SGLang that is served
 # make smoke  serve every recipe family on this machine's GPU: start-up, exactness, step time
 # make release   the wheel, and the pairs' weights as a file of their own, into dist/

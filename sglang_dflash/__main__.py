@@ -62,7 +62,9 @@ def make_parser(prog: str = MODULE) -> argparse.ArgumentParser:
     )
     add_train_options(train)
     add_convert(commands)
-    add_command(commands, "drafters", "print which released drafters are served, and why not", "")
+    add_command(
+        commands, "drafters", "print which released drafters are served, and why others are not", ""
+    )
     return parser
 
 
@@ -81,7 +83,7 @@ def add_doctor(commands: Commands) -> None:
     doctor.add_argument(
         "--contract",
         action="store_true",
-        help="print all that is used of SGLang, and what the installed release has moved",
+        help="list everything that is used of SGLang, and what has moved in this release",
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
@@ -149,13 +151,13 @@ def add_report(commands: Commands) -> None:
         "--url",
         nargs="+",
         default=["http://127.0.0.1:30000"],
-        help="the server; with --web also several",
+        help="the server to watch; with --web, one or more",
     )
     report.add_argument("--interval", type=seconds, default=2.0, help="seconds between polls")
     report.add_argument(
         "--looks", type=int, default=0, help="stop after this many polls; 0: on Ctrl-C"
     )
-    report.add_argument("--png", help="also write a plot at the end, on Ctrl-C too")
+    report.add_argument("--png", help="also write a plot when it ends, on Ctrl-C too")
     report.add_argument(
         "--web", action="store_true", help="serve a live page instead, until Ctrl-C"
     )
@@ -167,7 +169,7 @@ def add_convert(commands: Commands) -> None:
     convert = add_command(
         commands,
         "convert",
-        "rewrite a drafter in the speculators format, or one of that in ours",
+        "convert a drafter to the speculators format, or from it",
         "drafter-run/drafter speculators-drafter --model-path Qwen/Qwen3-4B",
     )
     convert.add_argument("source", metavar="SRC", help="the drafter's folder, in either format")
@@ -254,11 +256,26 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
     """Add the SGLang options that the checks of a pair and its memory depend on."""
     parser.add_argument("--model-path", "--model", help="target: a folder or a model name")
     parser.add_argument("--speculative-draft-model-path", help="drafter: a folder or a model name")
-    parser.add_argument("--mem-fraction-static", type=float, default=0.85)
-    parser.add_argument("--swa-full-tokens-ratio", type=float, default=0.8)
-    parser.add_argument("--tp-size", "--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--quantization", help="of the target, as passed to SGLang")
-    parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument(
+        "--mem-fraction-static",
+        type=float,
+        default=0.85,
+        help="fraction of GPU memory for weights and KV; default %(default)s",
+    )
+    parser.add_argument(
+        "--swa-full-tokens-ratio",
+        type=float,
+        default=0.8,
+        help="tokens in the pool of sliding-window layers, as a fraction of those in the pool of "
+        "the others; default %(default)s",
+    )
+    parser.add_argument(
+        "--tp-size", "--tensor-parallel-size", type=int, default=1, help="cards that share a model"
+    )
+    parser.add_argument("--quantization", help="how SGLang quantises the target")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run code from the models' repositories"
+    )
 
 
 if __name__ == "__main__":

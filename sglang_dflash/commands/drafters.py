@@ -14,11 +14,11 @@ from sglang_dflash.released_drafters import RELEASED, Released, Target
 
 HEAD = """# Released drafters
 
-Written by `python -m sglang_dflash drafters`. Each verdict is that of the checks that a server
-runs, applied to what the drafter's `config.json` says beyond a plain one's, to its files, and to
-its target's class (`sglang_dflash/released_drafters.py`). "Tested" names the test that runs a tiny
-pair of the same kind and compares its drafts with the oracle's: such drafters are served. Others
-are accepted, but nothing of their kind was run. The tests do not run the released weights.
+Written by `python -m sglang_dflash drafters`. The verdicts come from the checks that a
+server runs, applied to the drafter's files, its target's class, and what its `config.json` has
+beyond that of a plain drafter (`sglang_dflash/released_drafters.py`). A drafter is "served" if a
+test, which the last column names, runs a tiny pair of its kind and compares the drafts with the
+oracle's. It is "accepted" if nothing of its kind was run. The tests do not run released weights.
 
 | drafter | verdict | why | tested |
 |---|---|---|---|

@@ -170,8 +170,8 @@ def draw(looks: list[Look], path: str) -> None:
 def run_report(options: argparse.Namespace) -> int:
     if len(options.url) > 1:
         raise SystemExit(
-            f"The report in the terminal is of one server, not of {len(options.url)}. "
-            "Pass one --url, or --web to watch all."
+            f"The report in the terminal shows one server, but --url names {len(options.url)}. "
+            "Pass one of them, or --web to watch all."
         )
     looks: list[Look] = []
     clear = "\033[H\033[2J" if sys.stdout.isatty() else ""

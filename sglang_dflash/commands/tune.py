@@ -129,7 +129,9 @@ def read_chats(paths: Sequence[Path] | None) -> list[Chat]:
         return [[{"role": "user", "content": question}] for question in QUESTIONS]
     chats = [chat for path in paths for chat in read_messages(path)]
     if not chats:
-        raise ValueError(f"--prompts {' '.join(map(str, paths))}: no prompt is in it.")
+        raise ValueError(
+            f"--prompts {' '.join(map(str, paths))}: no prompts found. Pass a file that has some."
+        )
     return chats
 
 

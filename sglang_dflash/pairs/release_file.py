@@ -96,8 +96,8 @@ def check(folder: Path) -> None:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != expected:
             raise ValueError(
-                f"The weights of {name} have sha256 {found}, those of sglang_dflash {__version__} "
-                f"{expected}. Use the pairs of that release."
+                f"The weights of {name} have sha256 {found}, but sglang_dflash {__version__} "
+                f"expects {expected}. Use the pairs of that release."
             )
 
 

@@ -36,7 +36,7 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     add("--evaluate-only", action="store_true", help="only evaluate the drafter in --out again")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=TrainConfig.seed)
-    add("--licence", default=TrainConfig.licence, help="to state in the model card")
+    add("--licence", default=TrainConfig.licence, help="licence to state in the model card")
     _add_answers(parser.add_argument_group("the target's answers"))
     _add_drafter(parser.add_argument_group("the drafter"))
     _add_training(parser.add_argument_group("training"))
@@ -138,7 +138,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         help="training time, resumed runs included; --steps may end it earlier",
     )
     add("--pause-after", type=float, help="write a checkpoint and exit after this many minutes")
-    add("--checkpoint-every", type=float, default=TrainConfig.checkpoint_every, help="minutes")
+    add("--checkpoint-every", type=float, default=TrainConfig.checkpoint_every, help="in minutes")
     add("--tokens-per-batch", type=int, help=f"padding included; {_default('tokens_per_batch')}")
     add(
         "--anchors",

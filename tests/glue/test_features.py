@@ -95,7 +95,7 @@ def test_layers_that_do_not_run_are_told() -> None:
 
 
 def test_a_model_whose_layers_cannot_be_found_is_refused() -> None:
-    with pytest.raises(ValueError, match="not exactly one has 3, as many as its config has layers"):
+    with pytest.raises(ValueError, match="not exactly one list of 3 modules, the number of layers"):
         find_layers(Toy(Whole, count=2))
 
 

@@ -264,7 +264,7 @@ def test_bad_input_is_one_sentence(arguments: list[str], message: str) -> None:
 
 
 def test_the_terminal_takes_one_server() -> None:
-    with pytest.raises(SystemExit, match="of one server, not of 2. Pass one --url, or --web"):
+    with pytest.raises(SystemExit, match="shows one server, but --url names 2. Pass one"):
         main(["report", "--url", "a:1", "b:1", "--looks", "1"])
 
 

@@ -74,8 +74,8 @@ def find_layers(model: Any) -> nn.ModuleList:
         lists = ", ".join(named) or "none"
         raise ValueError(
             f"The features of {type(model).__name__} cannot be captured: it has no method for it, "
-            f"and of its lists of modules not exactly one has {count}, as many as its config has "
-            f"layers (found: {lists}). Serve it without --speculative-algorithm DFLASH."
+            f"and not exactly one list of {count} modules, the number of layers in its config "
+            f"(found: {lists}). Serve it without --speculative-algorithm DFLASH."
         )
     return next(iter(named.values()))
 
