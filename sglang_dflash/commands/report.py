@@ -17,6 +17,7 @@ from sglang_dflash.metrics import together
 LINE_LENGTH = 100
 # steps that the host needs about the same time for (sglang_dflash/host_times.py)
 HOST_KINDS = {"plain": "no drafts", "uniform": "equal widths", "shared": "shared rows"}
+COLOUR = "#1b7f4d"  # of sglang_dflash in all pictures
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def rates(looks: list[Look]) -> list[float]:
     return found
 
 
-def draw(looks: list[Look], path: str) -> None:
+def draw(looks: list[Look], path: str, url: str) -> None:
     """Plot the histogram, acceptance by position, and tokens per second over time."""
     import matplotlib
 
@@ -156,13 +157,24 @@ def draw(looks: list[Look], path: str) -> None:
 
     last = looks[-1]
     figure, axes = plt.subplots(1, 3, figsize=(15, 4))
-    steps = max(sum(last.histogram), 1)
-    axes[0].bar(range(1, len(last.histogram) + 1), [count / steps for count in last.histogram])
+    steps = sum(last.histogram)
+    shares = [count / max(steps, 1) for count in last.histogram]
+    axes[0].bar(range(1, len(shares) + 1), shares, color=COLOUR)
     axes[0].set(title=f"accept length {last.accept_length:.2f}", xlabel="tokens committed per step")
-    axes[1].bar(range(1, len(last.position_rates) + 1), last.position_rates)
-    axes[1].set(title="drafts accepted", xlabel="draft position", ylim=(0, 1))
-    axes[2].plot([look.at - looks[0].at for look in looks], rates(looks))
-    axes[2].set(title="tokens per second", xlabel="seconds")
+    axes[0].set(ylabel="share of verify steps", ylim=(0, 1))
+    axes[1].bar(range(1, len(last.position_rates) + 1), last.position_rates, color=COLOUR)
+    axes[1].set(title="drafts accepted, by position", xlabel="position in the block")
+    axes[1].set(ylabel="share of verify steps", ylim=(0, 1))
+    # the first rate is not known
+    times = [look.at - looks[0].at for look in looks]
+    axes[2].plot(times[1:], rates(looks)[1:], color=COLOUR, marker="." if len(looks) < 4 else "")
+    axes[2].set(title="speed while watching", xlabel="seconds", ylabel="tokens per second")
+    # an idle server has a line at zero, not in the middle
+    axes[2].set_ylim(0, 1.1 * max(*rates(looks), 1.0))
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    at = time.strftime("%Y-%m-%d %H:%M")
+    figure.suptitle(f"{url}, {at}, {steps} verify steps since its start", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -184,6 +196,6 @@ def run_report(options: argparse.Namespace) -> int:
     finally:
         # Ctrl-C is a usual end
         if options.png and looks:
-            draw(looks, options.png)
+            draw(looks, options.png, full_url(options.url[0]))
             print(f"drawn: {options.png}")
     return 0
