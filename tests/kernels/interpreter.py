@@ -43,6 +43,26 @@ if INTERPRETED:
 
     interpreter.InterpreterBuilder.create_dot = dot
 
+    plain_launch = interpreter.GridExecutor.__call__
+    patch_lang = interpreter._patch_lang
+    patched: set[int] = set()
+
+    def launch(self, *args, **options):  # type: ignore[no-untyped-def]
+        patched.clear()
+        return plain_launch(self, *args, **options)
+
+    def patch_once(function):  # type: ignore[no-untyped-def]
+        """Patch the language once per module and launch, not at every call of a jitted function,
+        where it takes most of the time."""
+        module = id(function.__globals__)
+        if module not in patched:
+            patched.add(module)
+            return patch_lang(function)
+        return None
+
+    interpreter.GridExecutor.__call__ = launch
+    interpreter._patch_lang = patch_once
+
 
 def hold_in_the_interpreter(test_file: str) -> None:
     """Run a file's kernel tests interpreted. CI has no GPU, so this is its only kernel coverage."""
