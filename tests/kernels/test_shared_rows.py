@@ -15,7 +15,11 @@ from tests.kernels.interpreter import DEVICE, INTERPRETED, hold_in_the_interpret
 if INTERPRETED or torch.cuda.is_available():
     TRITON = triton_ops()
 
-BATCHES = [(1, 2), (1, 16), (2, 5), (7, 16), (7, 3), (33, 8), (256, 2), (256, 16)]
+SMALL = [(1, 2), (1, 16), (2, 5), (7, 16), (7, 3), (33, 8)]
+# in one program
+BATCHES = [*SMALL, (256, 2), (256, 16)]
+# in a program per request, of which the interpreter runs one after the other
+MANY = 40 if INTERPRETED else 256
 
 
 def draw(high: int, *shape: int) -> torch.Tensor:
@@ -129,7 +133,7 @@ def test_on_ties_the_lower_request_and_column_go_first(requests: int, width: int
 
 
 @runs_kernel
-@pytest.mark.parametrize(("requests", "width"), [*BATCHES, (5, 32)])
+@pytest.mark.parametrize(("requests", "width"), [*SMALL, (MANY, 2), (MANY, 16), (5, 32)])
 def test_pack_rows(requests: int, width: int) -> None:
     torch.manual_seed(width)
     blocks = draw(9000, 3, requests, width)
@@ -153,7 +157,7 @@ def test_pack_rows(requests: int, width: int) -> None:
 
 
 @runs_kernel
-@pytest.mark.parametrize(("requests", "width"), [*BATCHES[:-2], (256, 4), (5, 32)])
+@pytest.mark.parametrize(("requests", "width"), [*SMALL, (MANY, 4), (5, 32)])
 def test_accept_block(requests: int, width: int) -> None:
     """Each request commits what it would commit alone, with as many rows."""
     torch.manual_seed(width)
