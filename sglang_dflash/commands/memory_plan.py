@@ -25,6 +25,8 @@ from sglang_dflash.speculators_format import HEAD, drafters_own
 
 GIB = 2**30
 BYTES = 2  # per bf16 value
+# per value of MXFP4: 4 bits, and 8 for the scale of every 32 values
+MXFP4_BYTES = 17 / 32
 # with fewer there is no point in serving
 FEWEST_TOKENS = 1024
 # by the size in a card's name, what its driver reports, in GiB: RTX 4090 and 5090, L40S, H100,
@@ -35,6 +37,8 @@ REPLICATED = re.compile(
     r"norm|(^|\.)(fc|gate|router|scale|layer_scalar)(\.|$)|vision|visual|audio|projector"
 )
 KEYS_AND_VALUES = re.compile(r"\.(k_proj|v_proj)\.")
+# of gpt-oss: only the experts' matrices are in MXFP4
+MXFP4_WEIGHTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 
 @dataclass(frozen=True)
@@ -186,16 +190,19 @@ def _tensors(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def described(path: str, *, trusting: bool) -> dict[str, int] | None:
-    """Return the bf16 bytes of each tensor that a target's config implies; None if transformers
-    cannot build the model, or it is quantised."""
+    """Return the bytes of each tensor that a target's config implies, bf16 or gpt-oss's MXFP4; None
+    if transformers cannot build the model, or it is quantised otherwise."""
     # not through SGLang, which renames fields of some configs and so changes the model
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trusting)
     model_class = getattr(transformers, config.architectures[0], None)
-    if model_class is None or getattr(config, "quantization_config", None) is not None:
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    if model_class is None or method not in (None, "mxfp4"):
         return None
     with torch.device("meta"):
-        model = model_class(config)
-    return _parameters(model)
+        sizes = _parameters(model_class(config))
+    for name in filter(MXFP4_WEIGHTS.search, sizes if method else ()):
+        sizes[name] = round(sizes[name] / BYTES * MXFP4_BYTES)
+    return sizes
 
 
 def described_draft(config: Any) -> dict[str, int]:

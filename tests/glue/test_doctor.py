@@ -256,6 +256,7 @@ def gib(text: str) -> float:
     ("name", "ranks", "fits"),
     [
         ("qwen3-8b", "1", [24, 32, 48, 80, 141, 180]),
+        ("gpt-oss-20b", "1", [24, 32, 48, 80, 141, 180]),
         ("qwen3-coder-30b-a3b", "1", [80, 141, 180]),
         ("qwen3-coder-30b-a3b", "2", [48, 80, 141, 180]),
         ("qwen3-coder-30b-a3b", "4", [24, 32, 48, 80, 141, 180]),
@@ -273,6 +274,17 @@ def test_the_plan_says_which_cards_fit(
     # the same number as for a card of that size
     one = plan(capsys, name, "--gpu-memory-gb", "139.8")
     assert int(cards[141]) == one["tokens that fit"]
+
+
+def test_experts_in_mxfp4_are_counted_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """gpt-oss-20b: the published files have 12.8 GiB, and would have 38.9 in bf16."""
+    experts = 24 * 32 * 3 * 2880 * 2880 * (4 + 8 / 32) / 8 / 2**30
+    tables = 2 * 201088 * 2880 * 2 / 2**30
+    attention = 24 * 2880 * (2 * 64 + 2 * 8) * 64 * 2 / 2**30
+    # and biases, norms and routers
+    assert gib(plan(capsys, "gpt-oss-20b")["target weights"]) == pytest.approx(
+        experts + tables + attention, abs=0.03
+    )
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused(

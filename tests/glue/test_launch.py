@@ -161,6 +161,7 @@ def test_there_is_a_recipe_for_each_released_pair() -> None:
     assert RECIPES == [
         "gemma4-26b-a4b.sh",
         "gemma4-31b.sh",
+        "gpt-oss-20b.sh",
         "llama-3.1-8b.sh",
         "qwen3-4b.sh",
         "qwen3-8b.sh",

@@ -30,6 +30,7 @@ def test_every_recipe_has_shapes() -> None:
     assert recipes.known_recipes(recipes.SHAPES) == [
         "gemma4-26b-a4b",
         "gemma4-31b",
+        "gpt-oss-20b",
         "llama-3.1-8b",
         "qwen3-4b",
         "qwen3-8b",
