@@ -206,6 +206,8 @@ def check_worker(server: Server, expected: dict[str, Any]) -> dict[str, str]:
     if ours is None:
         return {"our worker": "SGLang's own DFLASH answers"}
     checks = Checks()
+    fallback = "SGLang's prefill kernel runs verify attention" in server.log()
+    checks.add("no layer falls back to SGLang's kernel", "one does" if fallback else None)
     for name, value in expected.items():
         wrong = f"is {ours.get(name)!r}, not {value!r}"
         checks.add(f"our worker, {name}", None if ours.get(name) == value else wrong)

@@ -39,9 +39,18 @@ FP32: dict[str, Any] = {
     "bos_token_id": 2,
     "eos_token_id": 1,
     "num_experts": 8,
+    "num_local_experts": 8,
     "top_k_experts": 2,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
+}
+# experts in bf16: MXFP4 would have no exact counterpart. In fp32, windows are longer than any
+# sequence: SGLang's plain decoding reads one key fewer than a window holds. Its class takes the
+# dtype from here
+GPT_OSS_FP32: dict[str, Any] = {
+    "intermediate_size": 256,
+    "sliding_window": 1024,
+    "dtype": "float32",
 }
 QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -76,16 +85,22 @@ class Family:
         return self.name.startswith("gemma4")
 
     @property
+    def is_gpt_oss(self) -> bool:
+        return self.name == "gpt-oss"
+
+    @property
     def has_experts(self) -> bool:
-        return self.name.endswith("moe")
+        return self.name.endswith("moe") or self.is_gpt_oss
 
     def write_target(self, folder: Path, *, fp32: bool, small: bool = False) -> Path:
         """Write the target's config and return its folder."""
         config = {**(self.own or _read(self.shapes)), "num_hidden_layers": NUM_LAYERS}
-        if self.is_gemma:
+        config.pop("quantization_config", None)
+        if self.is_gemma or self.is_gpt_oss:
             config["layer_types"] = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
         if fp32:
             config |= {key: value for key, value in FP32.items() if key in config}
+            config |= GPT_OSS_FP32 if self.is_gpt_oss else {}
         if small:
             config |= SMALL | (SMALL_GEMMA if self.is_gemma else {})
         return _write(config, folder)
@@ -98,6 +113,8 @@ class Family:
             "num_hidden_layers": DRAFT_LAYERS,
             "layer_types": config["layer_types"][-DRAFT_LAYERS:],
             "max_window_layers": DRAFT_LAYERS,
+            # the checks' scripted drafts are whole blocks of sixteen
+            "block_size": 16,
             "num_target_layers": NUM_LAYERS,
             "hidden_size": target["hidden_size"],
             "vocab_size": FP32["vocab_size"] if fp32 else target["vocab_size"],
@@ -115,6 +132,7 @@ FAMILIES = [
     Family("qwen3", "qwen3-8b"),
     Family("llama", "llama-3.1-8b"),
     Family("qwen2", "qwen3-8b", QWEN2),
+    Family("gpt-oss", "gpt-oss-20b"),
 ]
 
 

@@ -65,6 +65,9 @@ def start(
     graphs = ["--cuda-graph-max-bs-decode", str(LARGEST_GRAPH), "--disable-prefill-cuda-graph"]
     # experts in plain torch read sizes on the host, which a CUDA graph cannot
     exact = ["--disable-cuda-graph"] if family.has_experts or small else graphs
+    if family.is_gpt_oss and not small:
+        # SGLang's choice for gpt-oss lays out the experts for its own kernel only
+        exact += ["--moe-runner-backend", "triton"]
     wide = "1" if ranks == 1 else "2"
     # SGLang itself may be on the path that is inherited
     path = os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH")]))
