@@ -45,8 +45,8 @@ def _shrink_attention_tiles() -> None:
 
     choose = extend_attention._get_block_sizes_for_extend_attention
 
-    def choose_small(head_dim: int, value_dim: int) -> tuple[int, ...]:
-        *dims, _block_m, _block_n, num_warps = choose(head_dim, value_dim)
+    def choose_small(*args: int, **named: int) -> tuple[int, ...]:
+        *dims, _block_m, _block_n, num_warps = choose(*args, **named)
         return (*dims, 16, 32, num_warps)
 
     extend_attention._get_block_sizes_for_extend_attention = choose_small
