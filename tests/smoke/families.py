@@ -44,6 +44,8 @@ FP32: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
+# in bf16, all sizes are real but these, for the same reason
+FEWER_EXPERTS: dict[str, Any] = {"num_experts": 16, "num_local_experts": 16}
 # experts in bf16: MXFP4 would have no exact counterpart. In fp32, windows are longer than any
 # sequence: SGLang's plain decoding reads one key fewer than a window holds. Its class takes the
 # dtype from here
@@ -98,8 +100,9 @@ class Family:
         config.pop("quantization_config", None)
         if self.is_gemma or self.is_gpt_oss:
             config["layer_types"] = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
+        smaller = FP32 if fp32 else FEWER_EXPERTS
+        config |= {key: value for key, value in smaller.items() if key in config}
         if fp32:
-            config |= {key: value for key, value in FP32.items() if key in config}
             config |= GPT_OSS_FP32 if self.is_gpt_oss else {}
         if small:
             config |= SMALL | (SMALL_GEMMA if self.is_gemma else {})

@@ -140,7 +140,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--tp", type=int, choices=(1, 2), default=1, help="ranks of a server, all on one GPU"
     )
     parser.add_argument("--families", nargs="*", help="default: all")
-    parser.add_argument("--at-once", type=int, default=6, help="families to run on the GPU at once")
+    parser.add_argument("--at-once", type=int, default=7, help="families to run on the GPU at once")
     parser.add_argument("--no-recipe", action="store_true", help="skip the full-sized 31B recipe")
     parser.add_argument(
         "--commit", help="commit to record if the tree is a copy without git history"

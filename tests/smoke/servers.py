@@ -58,7 +58,7 @@ def start(
     target = family.write_target(folder / "target-fp32", fp32=True, small=small)
     drafter = family.write_drafter(folder / "drafter-fp32", fp32=True, small=small)
     common = ["--load-format", "dummy", "--tokenizer-path", str(tiny_target())]
-    common += ["--max-total-tokens", "16384", "--max-running-requests", "16"]
+    common += ["--max-total-tokens", "8192", "--max-running-requests", "16"]
     common += ["--mem-fraction-static", "0.9", "--chunked-prefill-size", "128"]
     if seeded:
         common.append("--enable-deterministic-inference")
