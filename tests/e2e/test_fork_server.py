@@ -14,8 +14,10 @@ from tests import fork_server
 from tests.e2e.conftest import SHAPE, start_together
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="servers on a GPU are not forked")
-# differ between any two servers
+# differ between any two servers, or with every request, of which waiting for a server makes some
 OWN = ("memory_usage", "startup_time", "port", "random_seed", "launch_command")
+OWN += ("acceptance", "alarms", "free_kv_slots", "stages", "width")
+OWN += ("last_gen_throughput", "avg_spec_accept_length")
 
 
 class Started(Server):
@@ -47,7 +49,7 @@ def test_a_forked_server_has_the_settings_and_changes_of_one_that_starts_alone()
         for server in servers:
             server.stop()
     assert forked == started
-    assert len(started) > 1000 and any("/changes/" in path for path in started)
+    assert forked["/internal_states/0/sglang_dflash/changes/0/target"]
     assert answers[0]["output_ids"] == answers[1]["output_ids"]
 
 
