@@ -54,6 +54,7 @@ WARM_UP_TOKENS = 16
 # a CPU computes a block's rows one after another: more of them cost more than they gain
 CPU_BLOCK = 6
 BAR_WIDTH = 40
+MERGED = "(some steps arrived as one chunk: of those only the last token is marked as the target's)"
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,8 @@ def demonstrate(plain: Server, dflash: Server, tokenizer: Any, questions: tuple[
         tell_both(console, *both, ask=partial(pieces, question=question, max_tokens=MAX_TOKENS))
         for one in both:
             told[one.name].append(one)
+    if not all(one.answer.is_split_exactly for one in told[DFLASH]):
+        console.print(f"\n{MERGED}")
     report(console, told, before, dflash.acceptance())
 
 
@@ -206,10 +209,7 @@ def tell(server: Server, tokenizer: Any, messages: list[dict[str, str]]) -> Answ
     answer = Answer()
     show(stream_pieces(server.url, tokenizer, messages, max_tokens=MAX_CHAT_TOKENS, answer=answer))
     if not answer.is_split_exactly:
-        print(
-            "(some steps arrived as one chunk: of those only the last token is marked as the "
-            "target's)"
-        )
+        print(MERGED)
     return answer
 
 

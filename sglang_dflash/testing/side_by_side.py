@@ -21,6 +21,7 @@ from sglang_dflash.testing.stream import Answer, Piece, show
 # narrower columns wrap every few words
 LEAST_WIDTH = 90
 FRAME_S = 0.1
+GAP = 3  # between the columns
 # lines of a frame that are not answer: heading, speeds, and the prompt of the shell
 OTHER_LINES = 4
 ACCEPTED = "green"
@@ -114,11 +115,11 @@ class _Screen:
         if self.second.pieces and not whole:
             until = self.second.pieces[-1][0]
         lines = None if whole else max(3, self.console.height - OTHER_LINES)
-        grid = Table.grid(padding=(0, 3), expand=True)
-        grid.add_column(ratio=1)
-        grid.add_column(ratio=1)
+        width = (self.console.width - GAP) // 2
+        grid = Table.grid(padding=(0, GAP, 0, 0))
+        grid.add_column(width=width)
+        grid.add_column(width=width)
         grid.add_row(self.first.speed(until), self.second.speed())
-        width = (self.console.width - 3) // 2
         grid.add_row(
             *(
                 self._last_lines(text, width, lines)

@@ -62,6 +62,20 @@ def test_frames_show_the_end_of_an_answer_that_does_not_fit(
     assert "..." not in shown(100, terminal=True, words=120, height=10)
 
 
+def test_lines_are_wrapped_to_the_width_of_their_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that is wider than its column is wrapped again, and every other line is short."""
+    monkeypatch.setattr("sglang_dflash.testing.side_by_side.FRAME_S", 0.0)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=101, _environ={"TERM": "xterm"})
+
+    def ask(told: Told) -> Iterator[Piece]:
+        told.answer.token_ids = [1]
+        yield Piece("x" * 49, False)
+
+    tell_both(console, Told("plain"), Told("drafting"), ask=ask)
+    assert {len(run) for run in re.findall("x+", out.getvalue())} == {49}
+
+
 def test_the_first_answer_is_replayed_at_the_pace_it_had() -> None:
     told = Told("plain", pieces=[(0.5, Piece("One", False)), (1.5, Piece(" two", False))])
     told.answer.token_ids, told.seconds = [1, 2], 2.0
