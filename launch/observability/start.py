@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -41,6 +42,8 @@ def main() -> int:
             "There is no program `prometheus` here. Install it (Debian: apt install prometheus), "
             "or use containers: docker compose -f launch/observability/compose.yml up"
         )
+    refuse_taken(options.prometheus_port, "--prometheus-port")
+    refuse_taken(options.grafana_port, "--grafana-port")
     for target in options.targets:
         warn_without_metrics(target)
     # `timeout` and service managers send SIGTERM: the programs must not outlive this one
@@ -106,6 +109,19 @@ def parse() -> argparse.Namespace:
         if not host or "/" in target or not port.isdigit():
             parser.error(f"--targets {target}: pass HOST:PORT, as in {TARGET}")
     return options
+
+
+def refuse_taken(port: int, option: str) -> None:
+    """Exit if another program has the port: it would answer in place of ours."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise SystemExit(
+                f"{option} {port} cannot be used: {error.strerror}. Pass another one, or stop what "
+                "listens there. (Debian's packages start a Prometheus and a Grafana of their own.)"
+            ) from None
 
 
 def warn_without_metrics(target: str) -> None:

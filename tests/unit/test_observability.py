@@ -123,6 +123,17 @@ def test_a_url_is_not_a_target() -> None:
     assert done.returncode == 2 and b"pass HOST:PORT, as in 127.0.0.1:30000" in done.stderr
 
 
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs the prometheus program")
+def test_a_port_that_is_taken_is_refused(target: str) -> None:
+    """The program that has it would be taken for ours."""
+    port = target.partition(":")[2]
+    done = subprocess.run(
+        [sys.executable, START, "--prometheus-port", port], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert f"--prometheus-port {port} cannot be used: Address already in use. Pass" in done.stderr
+
+
 def read(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
 
