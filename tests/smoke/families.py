@@ -102,8 +102,8 @@ class Family:
             config["layer_types"] = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
         smaller = FP32 if fp32 else FEWER_EXPERTS
         config |= {key: value for key, value in smaller.items() if key in config}
-        if fp32:
-            config |= GPT_OSS_FP32 if self.is_gpt_oss else {}
+        if fp32 and self.is_gpt_oss:
+            config |= GPT_OSS_FP32
         if small:
             config |= SMALL | (SMALL_GEMMA if self.is_gemma else {})
         return _write(config, folder)
