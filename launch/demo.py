@@ -169,7 +169,8 @@ def demonstrate(plain: Server, dflash: Server, tokenizer: Any, questions: tuple[
     marked = f"[{ACCEPTED}]green[/]" if console.is_terminal else "in ⟦ ⟧"
     console.print(
         f"Both answer each question, one after the other: on this machine they would slow each "
-        f"other. Accepted drafts are {marked}."
+        f"other. Accepted drafts are {marked}.",
+        soft_wrap=not console.is_terminal,
     )
     before = dflash.acceptance()
     told: dict[str, list[Told]] = {PLAIN: [], DFLASH: []}
@@ -264,6 +265,7 @@ def report(
         f"\naccept length {committed / steps:.2f}: {committed} tokens in {steps} verify steps, "
         "by tokens committed per step:",
         style="bold",
+        soft_wrap=True,
     )
     most = max(k for k, count in enumerate(counts, start=1) if count)
     shown = {f"{k:2d}": count / steps for k, count in enumerate(counts[:most], start=1)}
