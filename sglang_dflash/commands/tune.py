@@ -2,7 +2,7 @@
 
 Each trial starts a server, asks it real questions at each number of concurrent requests, and counts
 tokens per second. One thing is varied at a time, and what is faster is kept: attention backends,
-block size, verify width. At last the memory fraction is raised by what the load has left free.
+block size, verify width. Finally, the memory fraction is raised by what the load leaves free.
 """
 
 from __future__ import annotations
