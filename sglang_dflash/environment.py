@@ -45,6 +45,12 @@ class Environment:
 
     values: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
+    def check(self) -> None:
+        """Read every variable, so that an invalid one is found before anything is loaded."""
+        for name, found in vars(type(self)).items():
+            if isinstance(found, property):
+                getattr(self, name)
+
     @property
     def plugin_is_on(self) -> bool:
         """Whether this plug-in serves DFLASH; if not, SGLang's own implementation does."""
@@ -163,7 +169,8 @@ class Environment:
             number = float(value)
         except ValueError:
             number = least - 1
-        if number < least:
+        # NaN, too
+        if not number >= least:
             raise ValueError(
                 f"{name}={value} is not a number of at least {least:g}. Set one, or unset it."
             )

@@ -235,6 +235,24 @@ def test_chunks_that_would_let_a_prompt_wait_for_ever_are_refused(
         parse(models, *on_triton)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("SGLANG_DFLASH_COMPARE_RANKS", "maybe", "is neither on nor off"),
+        ("SGLANG_DFLASH_RANK_PATIENCE", "-1", "is not a number of at least 0"),
+        ("SGLANG_DFLASH_ALARM", "nan", "is not a number of at least 0"),
+        ("SGLANG_DFLASH_ALARM_WINDOW", "0", "is not a number of at least 1"),
+    ],
+)
+def test_a_variable_that_a_rank_reads_is_checked_with_the_arguments(
+    models: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
+    """A rank reads it after the target is loaded, and its error ends in a traceback."""
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name}={value} {message}"):
+        parse(models)
+
+
 def test_device_is_refused(models: Path) -> None:
     args = parse(models)
     alter(args, device="xpu")

@@ -37,6 +37,7 @@ ARGS = changes.Settings(
 def handle_dflash(server_args: Any) -> None:
     """Check and complete the arguments of a DFLASH server, in place of SGLang's own handler."""
     server_args = seams.settings(server_args)
+    Environment().check()
     _refuse_unsupported(server_args)
     _refuse_endless_wait(server_args)
     _refuse_unreadable_cache(server_args)
