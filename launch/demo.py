@@ -53,7 +53,6 @@ MAX_CHAT_TOKENS = 300
 WARM_UP_TOKENS = 16
 # a CPU computes a block's rows one after another: more of them cost more than they gain
 CPU_BLOCK = 6
-BAR_WIDTH = 40
 MERGED = "(some steps arrived as one chunk: of those only the last token is marked as the target's)"
 
 
@@ -253,7 +252,7 @@ def report(
     texts = {name: f"{rate:.1f} tokens/s" for name, rate in rates.items()}
     texts[DFLASH] += f", {ratio:.2f}x"
     console.print("\nspeed, one request at a time, on this machine, in this run:", style="bold")
-    console.print(bars(rates, width=BAR_WIDTH, texts=texts))
+    console.print(bars(rates, room=console.width, texts=texts))
     pairs = list(zip(told[PLAIN], told[DFLASH], strict=True))
     equal = sum(one.answer.token_ids == other.answer.token_ids for one, other in pairs)
     console.print(f"{equal} of {len(pairs)} answers are equal, token for token")
@@ -270,7 +269,7 @@ def report(
     most = max(k for k, count in enumerate(counts, start=1) if count)
     shown = {f"{k:2d}": count / steps for k, count in enumerate(counts[:most], start=1)}
     shares = {name: f"{share:.0%}" for name, share in shown.items()}
-    console.print(bars(shown, width=BAR_WIDTH, texts=shares, style=ACCEPTED))
+    console.print(bars(shown, room=console.width, texts=shares, style=ACCEPTED))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ GAP = 3  # between the columns
 # lines of a frame that are not answer: heading, speeds, and the prompt of the shell
 OTHER_LINES = 4
 ACCEPTED = "green"
+BAR_WIDTH = 40  # characters of the longest bar, if there is room
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -136,15 +137,19 @@ class _Screen:
         return Text("\n").join(list(text.wrap(self.console, width))[-lines:])
 
 
-def bars(values: dict[str, float], *, width: int, texts: dict[str, str], style: str = "") -> Table:
-    """Return a bar for each value, from zero, with its text behind."""
+def bars(values: dict[str, float], *, room: int, texts: dict[str, str], style: str = "") -> Table:
+    """Return a bar for each value, from zero, with its text behind, in lines of `room` characters:
+    where that is little, bars are short, and names and texts whole."""
     table = Table.grid(padding=(0, 1))
-    table.add_column()
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
+    for _ in range(3):
+        table.add_column(no_wrap=True)
     longest = max(values.values(), default=0.0) or 1.0
+    names = {name: f"  {name}" for name in values}
+    # and a space behind each column
+    beside = max(map(len, names.values()), default=0) + max(map(len, texts.values()), default=0) + 3
+    width = max(1, min(BAR_WIDTH, room - beside))
     for name, value in values.items():
-        table.add_row(f"  {name}", Text(bar(value / longest, width), style=style), texts[name])
+        table.add_row(names[name], Text(bar(value / longest, width), style=style), texts[name])
     return table
 
 

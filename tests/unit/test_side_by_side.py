@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from sglang_dflash.testing.side_by_side import Told, bar, tell_both
+from sglang_dflash.testing.side_by_side import Told, bar, bars, tell_both
 from sglang_dflash.testing.stream import Piece
 
 GREEN_DRAFT = "\033[32m a hare\033[0m"
@@ -89,3 +89,15 @@ def test_bars_are_proportional_to_their_values() -> None:
     lengths = [len(bar(share, 40)) for share in (0.0, 0.25, 0.5, 1.0)]
     assert lengths == [0, 10, 20, 40]
     assert bar(1 / 16, 4) == "▎"
+
+
+@pytest.mark.parametrize(("room", "longest"), [(120, 40), (60, 22), (30, 1)])
+def test_names_and_texts_of_bars_stay_whole_in_a_narrow_terminal(room: int, longest: int) -> None:
+    texts = {"plain decoding": "9.5 tokens/s", "DFLASH": "19.0 tokens/s, 2.0x"}
+    console = Console(width=max(room, 40), file=io.StringIO())
+    console.print(bars({"plain decoding": 9.5, "DFLASH": 19.0}, room=room, texts=texts))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == 2
+    for line, (name, text) in zip(lines, texts.items(), strict=True):
+        assert line.startswith(f"  {name} ") and text in line
+    assert lines[1].count("█") == longest
