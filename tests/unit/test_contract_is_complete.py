@@ -213,6 +213,8 @@ ALSO_USED = {
 }
 # parameters that are not SGLang objects with a class of their own
 OTHERS = {
+    "after_step/stage_clock.py:begin": "a CUDA event, or a time on the host",
+    "after_step/stage_clock.py:end": "the same",
     "attention": "our VerifyAttention, or a layer of our drafter",
     "config": "a model's own config",
     "host": "our BatchHost",

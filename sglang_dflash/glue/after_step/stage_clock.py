@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +17,8 @@ class StageClock:
     def __init__(self, device_type: str) -> None:
         self._cuda = device_type == "cuda"
         self._open: list[_Step] = []
-        self._current = _Step([], follows=False)
+        self._marks: list[Any] = []  # of the current step
+        self._follows = False  # whether it follows the one before at once
         self._is_interrupted = False
         # the last step whose times are known, and its seconds
         self._last: tuple[_Step, float] | None = None
@@ -45,13 +45,13 @@ class StageClock:
         if self._cuda:
             moment = torch.cuda.Event(enable_timing=True)
             moment.record()
-        if not self._current.marks:
-            self._current.follows = not self._is_interrupted
+        if not self._marks:
+            self._follows = not self._is_interrupted
             self._is_interrupted = False
-        self._current.marks.append(moment)
-        if len(self._current.marks) == len(STAGES) + 1:
-            self._open.append(self._current)
-            self._current = _Step([], follows=False)
+        self._marks.append(moment)
+        if len(self._marks) == len(STAGES) + 1:
+            self._open.append(_Step(self._marks, self._follows))
+            self._marks = []
             self._settle()
 
     def _settle(self) -> None:
@@ -73,7 +73,6 @@ class StageClock:
         return begin.elapsed_time(end) / 1000 if self._cuda else end - begin
 
 
-@dataclass
-class _Step:
+class _Step(NamedTuple):
     marks: list[Any]
     follows: bool  # nothing but the host was between it and the step before

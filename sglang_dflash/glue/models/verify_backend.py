@@ -242,9 +242,8 @@ class VerifyBackend:
             self._warn(q, layer)
         if not ours:
             # SGLang's backend knows them all; a layer without sinks passes none
-            if sinks is not None:
-                unusual["sinks"] = sinks
-            return self._run_layer(q, k, v, layer, forward_batch, save_kv_cache, **unusual)
+            given = unusual if sinks is None else {**unusual, "sinks": sinks}
+            return self._run_layer(q, k, v, layer, forward_batch, save_kv_cache, **given)
         assert k is not None and v is not None
         return self._verify(q, k, v, layer, forward_batch, save_kv_cache, sinks)
 

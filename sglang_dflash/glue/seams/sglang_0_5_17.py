@@ -164,9 +164,9 @@ def over_ranks(shards: int) -> dict[str, Any]:
     return {"tp_rank": 0, "tp_size": 1} if shards == 1 else {}
 
 
-def sum_experts(whole: Tensor) -> Tensor:
+def sum_experts(output: Tensor) -> Tensor:
     """Return the sum over all ranks of what a layer's experts return; they have added it up."""
-    return whole
+    return output
 
 
 def enter_gemma_layer(hidden_states: Tensor, keywords: dict[str, Any]) -> None:

@@ -164,9 +164,9 @@ def over_ranks(shards: int) -> dict[str, Any]:
     return {"parallel_group": "replicated"} if shards == 1 else {}
 
 
-def sum_experts(part: Tensor) -> Tensor:
+def sum_experts(output: Tensor) -> Tensor:
     """Return the sum over all ranks of what a layer's experts return, which is this rank's part."""
-    return compat.sum_post_experts_output(part)
+    return compat.sum_post_experts_output(output)
 
 
 def enter_gemma_layer(hidden_states: Tensor, keywords: dict[str, Any]) -> None:
