@@ -9,7 +9,6 @@ a GPU. tests/e2e/test_fork_server.py compares it with one that starts as users s
 from __future__ import annotations
 
 import atexit
-import functools
 import importlib
 import json
 import os
@@ -79,10 +78,13 @@ class Forked:
         self._forker = forker
         self._code: int | None = None
         self.pid: int = forker.ask(asked, output)["pid"]
+        forker.running.add(self.pid)
 
     def poll(self) -> int | None:
         if self._code is None:
             self._code = self._forker.ask({"poll": self.pid})["code"]
+            if self._code is not None:
+                self._forker.running.discard(self.pid)
         return self._code
 
     def wait(self, timeout: float = float("inf")) -> int:
@@ -102,6 +104,7 @@ class Forker:
     """A process that forks servers, until this program ends."""
 
     def __init__(self, env: dict[str, str]) -> None:
+        self.running: set[int] = set()
         self._lock = threading.Lock()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -135,11 +138,18 @@ class Forker:
         self._process.wait()
 
 
-@functools.cache
+_forkers: dict[frozenset[tuple[str, str]], Forker] = {}
+
+
 def _forker(early: frozenset[tuple[str, str]]) -> Forker:
     """Return the process whose imports have read these variables."""
-    # its own path: the servers of one process have different plug-ins
-    return Forker({**dict(early), "PYTHONPATH": os.environ.get("PYTHONPATH", "")})
+    if early not in _forkers:
+        # each has a gigabyte: those without a server end
+        for other in [key for key, forker in _forkers.items() if not forker.running]:
+            _forkers.pop(other).stop()
+        # its own path: the servers of one process have different plug-ins
+        _forkers[early] = Forker({**dict(early), "PYTHONPATH": os.environ.get("PYTHONPATH", "")})
+    return _forkers[early]
 
 
 def _serve(channel: socket.socket) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
@@ -52,12 +53,11 @@ def test_the_demonstration_chats_and_measures(
     # tests run beside this one: two teams of threads on the same cores would stall each other
     monkeypatch.setattr(demo.os, "cpu_count", lambda: 1)
     monkeypatch.setattr(demo, "MAX_TOKENS", MAX_TOKENS)
-    monkeypatch.setattr(demo, "ROUNDS", 1)
     monkeypatch.setattr(demo, "QUESTIONS", demo.QUESTIONS[:2])
     asked: list[Server] = []
-    measure = demo.measure
+    demonstrate = demo.demonstrate
 
-    def keep(plain: Server, dflash: Server, questions: tuple[str, ...]) -> dict:
+    def keep(plain: Server, dflash: Server, tokenizer: Any, questions: tuple[str, ...]) -> None:
         asked.extend([plain, dflash])
         texts = [
             server.client.chat.completions.create(
@@ -71,12 +71,12 @@ def test_the_demonstration_chats_and_measures(
             for server in asked
         ]
         assert texts[0] == texts[1] != ""
-        return measure(plain, dflash, questions)
+        demonstrate(plain, dflash, tokenizer, questions)
 
-    monkeypatch.setattr(demo, "measure", keep)
+    monkeypatch.setattr(demo, "demonstrate", keep)
     demo.main()
     text = capsys.readouterr().out
     assert asked and "⟦" in text
     found = re.search(r"accept length ([\d.]+): (\d+) tokens in (\d+) verify steps", text)
     assert found is not None and float(found[1]) > 1.5, text[-2000:]
-    assert "plain decoding on this machine, in this run" in text
+    assert "on this machine, in this run" in text

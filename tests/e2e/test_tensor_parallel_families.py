@@ -26,8 +26,6 @@ PROMPT_LENS = (3, 70, 150, 64)
 PAIRS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
     # both ranks run the whole drafter
     "gemma4-for-two": ((), {"num_attention_heads": 3, "num_key_value_heads": 1}),
-    # each rank has the sinks of its heads, and the biases of its part of the drafter
-    "gpt-oss": ((), {"attention_bias": True}),
     # both ranks hold the one KV head of the drafter; each has half of the target's experts
     "qwen3-moe": (("--ep-size", "2"), {"num_key_value_heads": 1}),
 }
