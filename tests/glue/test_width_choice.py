@@ -54,17 +54,31 @@ def test_late_results_and_times_belong_to_the_oldest_step() -> None:
     assert choice.start(["b"], 70) == (4, None)
     assert choice.has_result([0, 0]) == (1, 1.5)
     choice.has_time(0.020, 0.001)
-    choice.has_time(0.005)
+    choice.has_time(0.005, 0.002)
     assert choice.has_result([2]) == (4, 4.5)
-    choice.has_time(0.010)
+    choice.has_time(0.010, 0.003)
     assert told == [
         ("result", 16, [3, 15]),
         ("result", 1, [0, 0]),
         ("time", 2, Choice(16), 100, 20.0, 1.0),
-        ("time", 2, Choice(1), 120, 5.0, None),
+        ("time", 2, Choice(1), 120, 5.0, 2.0),
         ("result", 4, [2]),
-        ("time", 1, Choice(4), 70, 10.0, None),
+        ("time", 1, Choice(4), 70, 10.0, 3.0),
     ]
+
+
+def test_a_wait_counts_only_if_the_next_step_follows_at_once() -> None:
+    choice, told = width_choice(*[16] * 5)
+    for step in range(5):
+        if step in (2, 3):
+            # twice before the fourth step, as by two chunks of a prefill
+            for _ in range(step - 1):
+                choice.prefilled()
+        choice.start(["a"], 0)
+        if step:
+            choice.has_time(0.010, 0.001)
+    waits = [each[-1] for each in told if each[0] == "time"]
+    assert waits == [1.0, None, None, 1.0]
 
 
 def test_a_shared_step_is_learnt_from_with_the_rows_that_each_request_had() -> None:

@@ -26,6 +26,7 @@ class Step:
     choice: Choice
     context: int  # tokens in the batch's prefixes, at most
     expected: float  # tokens that a request commits
+    is_followed: bool = True  # by another step at once, not by a prefill
     # if rows were shared, on their way to the host: where each request's rows begin, and the
     # drafter's confidence
     bounds: Tensor | None = None
@@ -66,6 +67,8 @@ class WidthChoice:
         requests = len(request_ids)
         if self._has_prefilled:
             self._has_prefilled = False
+            if self._without_time:
+                self._without_time[-1] = replace(self._without_time[-1], is_followed=False)
             running = set(request_ids)
             if new := len(running - self._running):
                 self.policy.admit(new, requests)
@@ -101,11 +104,11 @@ class WidthChoice:
         self.policy.record_shared(rows, step.confidence.numpy(), np.asarray(num_correct))
         return dict(zip(step.request_ids, rows.tolist(), strict=True)), step.expected
 
-    def has_time(self, seconds: float, idle: float | None = None) -> None:
-        """Learn the time of the oldest step without one, and for how long the device then waited
-        for the next step, if that followed at once."""
+    def has_time(self, seconds: float, until_next: float) -> None:
+        """Learn the time of the oldest step without one, and how long after it the next one began,
+        which has started by now. If that followed at once, the device was idle in between."""
         step = self._without_time.popleft()
-        idle_ms = None if idle is None else idle * 1000
+        idle_ms = until_next * 1000 if step.is_followed else None
         self.policy.timed(len(step.request_ids), step.choice, step.context, seconds * 1000, idle_ms)
 
     def _share(self, num_rows: int) -> RowShare:

@@ -298,7 +298,6 @@ class DFlashWorker(compat.BaseSpecWorker):
             return self._decode(batch, BatchHost(self.runtime, batch, on_publish, grammar_barrier))
 
     def _prefill(self, batch: Any, on_publish: Callable[[Tensor], None] | None) -> Any:
-        self.book.clock.interrupt()
         if batch.input_embeds is not None:
             embeds = embed_all(batch, input_embedding(self.model_runner.model))
             BATCH.write(batch, input_embeds=embeds)
@@ -337,7 +336,6 @@ class DFlashWorker(compat.BaseSpecWorker):
         if not which:
             # they have ended with their first token, or were retracted at once
             return
-        self.book.clock.interrupt()
         info = batch.sampling_info
         if not info.is_all_greedy:
             at = torch.tensor(which).to(self.device, non_blocking=True)
