@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.systems import kind_of
+from sglang_dflash.commands.report import COLOUR as OURS
 
-COLOURS = {"ours": "#1b7f4d", "in-tree": "#d9772b", "plain": "#7a7a7a"}
+COLOURS = {"ours": OURS, "in-tree": "#d9772b", "plain": "#7a7a7a"}
 NAMES = {"ours": "sglang_dflash", "in-tree": "SGLang's DFLASH", "plain": "plain decoding"}
 # of the variants of one system, in the order in which they appear
 LINES = ("-", "--", ":", "-.")

@@ -166,11 +166,11 @@ def draw(looks: list[Look], path: str, url: str) -> None:
     axes[1].set(title="drafts accepted, by position", xlabel="position in the block")
     axes[1].set(ylabel="share of verify steps", ylim=(0, 1))
     # the first rate is not known
-    times = [look.at - looks[0].at for look in looks]
-    axes[2].plot(times[1:], rates(looks)[1:], color=COLOUR, marker="." if len(looks) < 4 else "")
+    times, speeds = [look.at - looks[0].at for look in looks], rates(looks)
+    axes[2].plot(times[1:], speeds[1:], color=COLOUR, marker="." if len(looks) < 4 else "")
     axes[2].set(title="speed while watching", xlabel="seconds", ylabel="tokens per second")
     # an idle server has a line at zero, not in the middle
-    axes[2].set_ylim(0, 1.1 * max(*rates(looks), 1.0))
+    axes[2].set_ylim(0, 1.1 * max(*speeds, 1.0))
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     at = time.strftime("%Y-%m-%d %H:%M")
