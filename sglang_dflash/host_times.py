@@ -9,6 +9,7 @@ stood idle.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 # the host sets the pace of a step if the device stands idle for this share of it: between two steps
@@ -36,10 +37,7 @@ class HostTimes:
     """The host's time for a step by its kind, learnt separately for each doubling of requests."""
 
     def __init__(self) -> None:
-        # 0 for a step whose pace the device has set
-        self._recent: dict[tuple[Kind, int], deque[float]] = {}
-        self._ms: dict[tuple[Kind, int], float] = {}
-        self._learnt: dict[tuple[Kind, int], int] = {}
+        self._known: dict[tuple[Kind, int], _Known] = {}
         self._steps = 0
 
     def record(self, kind: Kind, requests: int, device_ms: float, idle_ms: float | None) -> bool:
@@ -50,26 +48,40 @@ class HostTimes:
             return self.ms(kind, requests) > 0
         place = kind, requests.bit_length()
         is_paced = idle_ms > IDLE_SHARE * (device_ms + idle_ms)
-        if is_paced or place in self._recent:
-            recent = self._recent.setdefault(place, deque(maxlen=RECENT_STEPS))
-            recent.append(device_ms + idle_ms if is_paced else 0.0)
-            self._ms[place] = sorted(recent)[len(recent) // 2]
-            self._learnt[place] = self._steps
+        if is_paced or place in self._known:
+            known = self._known.setdefault(place, _Known())
+            known.recent.append(device_ms + idle_ms if is_paced else 0.0)
+            known.ms = sorted(known.recent)[len(known.recent) // 2]
+            known.step = self._steps
         return is_paced
 
     def ms(self, kind: Kind, requests: int) -> float:
         """Return what a step takes at least; 0 if nothing is known."""
         place = kind, requests.bit_length()
-        if self._steps - self._learnt.get(place, self._steps) > KEPT_STEPS:
+        known = self._known.get(place)
+        if known is None:
+            return 0.0
+        if self._steps - known.step > KEPT_STEPS:
             # other steps were chosen since, perhaps because of an accident
-            for known in (self._recent, self._ms, self._learnt):
-                known.pop(place)
-        return self._ms.get(place, 0.0)
+            del self._known[place]
+            return 0.0
+        return known.ms
 
     def snapshot(self) -> dict[str, dict[str, float]]:
         """Return the ms by kind, and by the least number of requests they hold for."""
         found: dict[str, dict[str, float]] = {}
-        for (kind, doublings), ms in sorted(self._ms.items()):
-            if ms:
-                found.setdefault(kind.name.lower(), {})[str(1 << doublings >> 1)] = round(ms, 3)
+        for (kind, doublings), known in sorted(self._known.items(), key=lambda item: item[0]):
+            if known.ms:
+                requests = str(1 << doublings >> 1)
+                found.setdefault(kind.name.lower(), {})[requests] = round(known.ms, 3)
         return found
+
+
+@dataclass
+class _Known:
+    """Of one kind of step, at one load."""
+
+    # 0 for a step whose pace the device has set
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    ms: float = 0.0  # their median
+    step: int = 0  # when it was learnt
