@@ -17,7 +17,7 @@ from sglang_dflash.metrics import together
 LINE_LENGTH = 100
 # steps that the host needs about the same time for (sglang_dflash/host_times.py)
 HOST_KINDS = {"plain": "no drafts", "uniform": "equal widths", "shared": "shared rows"}
-COLOUR = "#1b7f4d"  # of sglang_dflash in all pictures
+COLOUR = "#1b7f4d"  # of sglang_dflash in all pictures (benchmarks/picture_style.py)
 
 
 @dataclass(frozen=True)

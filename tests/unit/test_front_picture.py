@@ -19,6 +19,7 @@ from benchmarks.front_picture import (
     simulated_length,
 )
 from benchmarks.picture_style import COLOURS, name_of, style_of
+from sglang_dflash.commands import report
 from sglang_dflash.testing.server import ROOT
 
 
@@ -81,4 +82,5 @@ def test_a_system_has_one_colour_whatever_its_variant() -> None:
         COLOURS[kind] for kind in ("plain", "in-tree", "in-tree", "ours")
     ]
     assert styles[1]["linestyle"] != styles[2]["linestyle"]
+    assert COLOURS["ours"] == report.COLOUR
     assert name_of("in-tree-fa4") == "SGLang's DFLASH, fa4"
