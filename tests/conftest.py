@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sglang_dflash.pairs import tiny_target
-from sglang_dflash.testing.server import ROOT, SCHEDULES, Server
+from sglang_dflash.testing.server import ROOT, SCHEDULES, Server, ServerProcess
 from tests import fork_server
 
 STAND_INS = ROOT / "sglang_dflash" / "glue" / "cpu" / "path"
@@ -29,7 +29,7 @@ else:
         inherited = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STAND_INS), inherited]))
         importlib.import_module("sglang_dflash_cpu")
-    Server.popen = staticmethod(fork_server.start)
+    ServerProcess.popen = staticmethod(fork_server.start)
 
 
 @pytest.fixture(scope="session")

@@ -34,17 +34,19 @@ RECORDER = ROOT / "tests" / "record_python.sh"
 # variables that are read once plug-ins are loaded, or by the start script, or not at all
 LATE = re.compile(
     "OVERLAP|PLAIN|PYTHON|PYTHONPATH|RECORDED_PYTHON|PYTEST_.*|_|PWD|OLDPWD|SHLVL|"
-    "SGLANG_DFLASH_.*|SGLANG_ENABLE_DFLASH_SPEC_V2|SGLANG_ENABLE_OVERLAP_PLAN_STREAM|"
-    "SGLANG_CPU_OMP_THREADS_BIND|SGLANG_HOST_IP|"
+    "SGLANG_DFLASH|SGLANG_DFLASH_.*|SGLANG_ENABLE_DFLASH_SPEC_V2|"
+    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM|SGLANG_CPU_OMP_THREADS_BIND|SGLANG_HOST_IP|"
+    # when ranks meet
+    "GLOO_SOCKET_IFNAME|NCCL_.*|SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK|"
     # of tests/plugins
-    "BOTH_FEATURES|NATIVE_OPS|SCRIPT_FOLDER|WIDE_WEIGHTS|WIDTHS|WIRE"
+    "BOTH_FEATURES|NATIVE_OPS|PARTING|SCRIPT_FOLDER|WIDE_WEIGHTS|WIDTHS|WIRE"
 )
 MAX_MESSAGE = 1 << 20
 POLL_S = 0.05
 
 
 def start(command: list[str], *, env: dict[str, str], **options: Any) -> Any:
-    """Fork the server that a start script would become, or start the script if it is not one."""
+    """Fork the server that a command is or becomes, or start what is not a server."""
     asked = _record(command, env)
     if asked is None:
         return subprocess.Popen(command, env=env, **options)
@@ -60,6 +62,10 @@ def read_by_imports(env: dict[str, str]) -> dict[str, str]:
 def _record(command: list[str], env: dict[str, str]) -> dict[str, Any] | None:
     # with more threads SGLang spawns its processes, which must not depend on ours
     if env.get("OMP_NUM_THREADS") != "1":
+        return None
+    if command[1:3] == ["-m", SERVER]:
+        return {"arguments": command[3:], "env": env}
+    if not Path(command[0]).is_relative_to(ROOT) or Path(command[0]).suffix != ".sh":
         return None
     recording = {**env, "PYTHON": str(RECORDER), "RECORDED_PYTHON": env["PYTHON"]}
     ran = subprocess.run(command, env=recording, capture_output=True, text=True)

@@ -15,7 +15,7 @@ from sglang_dflash.testing.server import SCHEDULES, Server
 from sglang_dflash.testing.two_ranks import TwoRanks
 from tests.e2e.conftest import SCRIPTED, SHAPE
 
-STEPS = 300
+STEPS = 150
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks of a CPU")
 

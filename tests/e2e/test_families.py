@@ -28,7 +28,8 @@ from tests.tiny_models import (
     make_target,
 )
 
-NEW_TOKENS = 90
+NEW_TOKENS = 64
+LONG = 420  # tokens, of which 48 fit into a sliding window
 PROMPT_LENS = (3, 20, 70, 150, 9, 64, 65, 33)
 
 
@@ -69,6 +70,8 @@ class Family:
             Server(*common, "--model-path", str(plain_target), plain=True),
             Server(
                 *common,
+                # an answer of LONG tokens takes 27 steps if all drafts are accepted
+                *("--decode-log-interval", "4"),
                 "--model-path",
                 str(self.target),
                 "--speculative-draft-model-path",
@@ -181,20 +184,19 @@ def test_sliding_window_kv_is_evicted_while_decoding(family: Family) -> None:
         pytest.skip("one family with sliding-window layers is enough")
     prompt = family.prompts[0]
     begin = len(family.dflash.log())
-    answer = family.dflash.generate(prompt, max_new_tokens=1400, ignore_eos=True)["output_ids"]
+    answer = family.dflash.generate(prompt, max_new_tokens=LONG, ignore_eos=True)["output_ids"]
     assert sliding_window_tokens(family.dflash, begin) < 250
     sequences = json.loads((family.folder / "answers.json").read_text())
     (family.folder / "answers.json").write_text(json.dumps([prompt + answer, *sequences]))
     begin = len(family.dflash.log())
-    found = family.dflash.generate(prompt, rid="right15-long", max_new_tokens=1400, ignore_eos=True)
+    found = family.dflash.generate(prompt, rid="right15-long", max_new_tokens=LONG, ignore_eos=True)
     assert found["output_ids"] == answer
-    assert found["meta_info"]["spec_verify_ct"] < 100
+    assert found["meta_info"]["spec_verify_ct"] < 40
     assert sliding_window_tokens(family.dflash, begin) < 250
 
 
 def sliding_window_tokens(server: Server, begin: int) -> int:
-    """Return the sliding-window KV tokens (window 48) that a log shows late in a request."""
+    """Return the sliding-window KV tokens that a log shows late in a request of LONG tokens."""
     shown = re.findall(r"#full token: (\d+), .*#swa token: (\d+)", server.log()[begin:])
-    # SGLang logs every 40th step of a server: at a block per step, the last line of a request of
-    # 1,400 tokens may be at 800. The extra step of overlap scheduling after its end shows none.
-    return [int(windows) for full, windows in shown if int(full) > 700][-1]
+    # the extra step of overlap scheduling after the end of a request shows none
+    return [int(windows) for full, windows in shown if int(full) > 320][-1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -17,28 +16,19 @@ import pytest
 import torch
 
 from sglang_dflash.testing.server import ROOT, free_port
+from tests import programs
+from tests.programs import Ended
 
-TIMEOUT_S = 400
 PAIR = ROOT / "sglang_dflash" / "pairs" / "tiny"
 
 
-def command(*arguments: object) -> list[str]:
-    found = [sys.executable, "-m", "benchmarks.serving", *map(str, arguments)]
-    found += ["--model-path", str(PAIR / "target"), "--draft-model-path", str(PAIR / "drafter")]
-    found += ["--requests", "1", "3", "--contexts", "32", "--lengths", "8", "120"]
-    return found
+LOAD = ("--model-path", str(PAIR / "target"), "--draft-model-path", str(PAIR / "drafter"))
+LOAD += ("--requests", "1", "3", "--contexts", "32", "--lengths", "8", "120", "--tries", "2", "2")
+LOAD += ("--sleep-on-idle",)
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        # the server of a tiny model starts faster this way
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def run(*words: object) -> Ended:
+    return programs.run("benchmarks.serving", *words, *LOAD, folder=ROOT)
 
 
 def test_systems_are_measured_and_compared_and_a_cut_run_is_taken_up(tmp_path: Path) -> None:
@@ -47,7 +37,7 @@ def test_systems_are_measured_and_compared_and_a_cut_run_is_taken_up(tmp_path: P
     out, port = tmp_path / "out", free_port()
     arguments = ("--systems", "plain", "ours", "--port", port, "--out", out)
     ran = run(*arguments)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.status == 0, ran.output
     found = json.loads(out.with_suffix(".json").read_text())
     assert set(found["results"]) == {"plain", "ours"}
     assert found["agreement_with_plain"] == {
@@ -63,7 +53,7 @@ def test_systems_are_measured_and_compared_and_a_cut_run_is_taken_up(tmp_path: P
     found["results"]["plain"]["points"][0]["tokens_per_s"] = 12345.0
     out.with_suffix(".json").write_text(json.dumps(found))
     ran = run(*arguments)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.status == 0, ran.output
     again = json.loads(out.with_suffix(".json").read_text())
     assert set(again["results"]) == {"plain", "ours"}
     assert again["results"]["plain"] == found["results"]["plain"]
@@ -71,8 +61,8 @@ def test_systems_are_measured_and_compared_and_a_cut_run_is_taken_up(tmp_path: P
 
     # results of another command must not be mixed with these
     ran = run("--systems", "plain", "--port", port, "--out", out)
-    assert ran.returncode != 0
-    assert "command differ" in ran.stderr
+    assert ran.status != 0
+    assert "command differ" in ran.output
 
 
 def test_a_server_that_is_there_already_is_not_measured() -> None:
@@ -88,13 +78,22 @@ def test_a_server_that_is_there_already_is_not_measured() -> None:
         ran = run("--systems", "plain", "--port", port)
     finally:
         other.shutdown()
-    assert ran.returncode != 0
-    assert "Another server already answers at" in ran.stderr
+    assert ran.status != 0
+    assert "Another server already answers at" in ran.output
 
 
 def test_a_stopped_benchmark_takes_its_server_with_it() -> None:
     port = free_port()
-    benchmark = subprocess.Popen(command("--systems", "plain", "--port", port), cwd=ROOT)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.serving",
+        "--systems",
+        "plain",
+        "--port",
+        str(port),
+    ]
+    benchmark = subprocess.Popen([*command, "--port", str(port), *LOAD], cwd=ROOT)
     try:
         assert wait_for(lambda: servers_at(port)), "no server was started"
         benchmark.terminate()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +14,10 @@ from benchmarks.task_questions import known_tasks, read_questions
 from sglang_dflash.pairs import tiny_drafter
 from sglang_dflash.pairs.tiny_corpus.corpus import sample_prompts
 from sglang_dflash.testing.server import ROOT
+from tests import programs
 
 TASKS = {"gsm8k": 1, "mtbench": 2}  # turns
 QUESTIONS = 3
-TIMEOUT_S = 900
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +41,9 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = ["--data", str(folder), "--concurrency", "1", "2"]
     arguments += ["--max-tokens", "40", "--out", str(folder / "out"), "--context-length", "512"]
     arguments += ["--side-by-side"]
-    ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks.tasks", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        # the servers of a tiny model start faster this way
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert f"left out, not in {folder}: math500.jsonl, humaneval.jsonl, mbpp.jsonl\n" in ran.stdout
+    ran = programs.run("benchmarks.tasks", *arguments, folder=ROOT)
+    assert ran.status == 0, ran.output
+    assert f"left out, not in {folder}: math500.jsonl, humaneval.jsonl, mbpp.jsonl\n" in ran.output
     return folder / "out"
 
 

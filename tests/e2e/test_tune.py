@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +11,7 @@ import torch
 
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.pairs.tiny_corpus.corpus import sample_prompts
-from sglang_dflash.testing.server import ROOT
-
-TIMEOUT_S = 900
+from tests import programs
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a GPU, more would be measured")
@@ -27,21 +22,15 @@ def test_a_pair_is_measured_and_the_best_settings_are_printed(tmp_path: Path) ->
     arguments = ["--model-path", tiny_target(), "--speculative-draft-model-path", tiny_drafter()]
     arguments += ["--prompts", prompts, "--requests", "1", "2", "--max-tokens", "16"]
     arguments += ["--blocks", "16", "4", "--widths", "auto", "--out", tmp_path / "out.json"]
-    ran = subprocess.run(
-        [sys.executable, "-m", "sglang_dflash", "tune", *arguments, "--context-length", "512"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    arguments += ["--context-length", "512"]
+    ran = programs.run("sglang_dflash", "tune", *arguments, folder=tmp_path)
+    assert ran.status == 0, ran.output
     found = json.loads((tmp_path / "out.json").read_text())
     names = [trial["settings"] for trial in found["trials"]]
     assert names == ["plain decoding", "block size 16", "block size 4"]
     for trial in found["trials"]:
         assert trial["error"] is None and all(trial["tokens_per_s"][n] > 0 for n in ("1", "2"))
-    launch = shlex.split(ran.stdout.splitlines()[-1])
+    launch = shlex.split(ran.output.splitlines()[-1])
     assert launch[0] == "launch/cpu.sh" and launch[-2:] == ["--context-length", "512"]
     assert launch[launch.index("--speculative-num-draft-tokens") + 1] in ("16", "4")
-    assert "over plain decoding: " in ran.stdout
+    assert "over plain decoding: " in ran.output
