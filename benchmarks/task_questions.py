@@ -6,7 +6,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import openai
 
+from benchmarks.task_files import file_of
 from benchmarks.task_report import Answer
 from sglang_dflash.testing.server import ServerProcess
 
@@ -33,20 +34,23 @@ class Question:
     reference: str | None
 
 
-def known_tasks(folder: Path) -> list[str]:
-    """Return the tasks whose files are there; print which are not. Exit if there is none."""
-    files = {task: folder / f"{task}.jsonl" for task in TASKS}
-    missing = [path.name for path in files.values() if not path.is_file()]
+def known_tasks(folder: Path, unfetched: Mapping[str, str]) -> list[str]:
+    """Return the tasks whose files are there; print which are not, and why they could not be
+    fetched. Exit if there is none."""
+    missing = [task for task in TASKS if not file_of(task, folder).is_file()]
+    names = ", ".join(
+        f"{task}.jsonl" + (f" ({unfetched[task]})" if task in unfetched else "") for task in missing
+    )
     if len(missing) == len(TASKS):
-        raise SystemExit(f"--data {folder} has none of {', '.join(missing)}. Pass their folder.")
+        raise SystemExit(f"{folder} has none of {names}. Pass the folder that has them as --data.")
     if missing:
-        print(f"left out, not in {folder}: {', '.join(missing)}", flush=True)
-    return [task for task, path in files.items() if path.name not in missing]
+        print(f"left out, not in {folder}: {names}", flush=True)
+    return [task for task in TASKS if task not in missing]
 
 
 def read_questions(folder: Path, task: str, limit: int) -> list[Question]:
     """Return a task's questions in a fixed shuffled order, so that any prefix is a mixture."""
-    path = folder / f"{task}.jsonl"
+    path = file_of(task, folder)
     if not path.is_file():
         raise SystemExit(
             f"{path} does not exist. --data must be a folder that contains {task}.jsonl."

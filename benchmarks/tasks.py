@@ -1,10 +1,11 @@
 """Run a pair on GSM8K, MATH-500, HumanEval, MBPP and MT-Bench: speed, acceptance, exactness.
 
-    python -m benchmarks.tasks --data DIR --model-path M --draft-model-path D --out results/tasks
+    python -m benchmarks.tasks --model-path M --draft-model-path D --out results/tasks
 
-DIR holds one TASK.jsonl per task, a question per line: `id`, `prompt` or `turns` (each turn is
-asked with the previous answers in the chat), and an optional `reference`. A task without a file is
-named and left out, unless --tasks asks for it.
+The questions are fetched once (task_files.py) and kept in ~/.cache/sglang_dflash/tasks. With --data
+DIR they are read from there instead: a TASK.jsonl per task with a question per line, `id`, `prompt`
+or `turns` (each turn is asked with the previous answers in the chat), and an optional `reference`.
+A task without a file is named and left out, unless --tasks asks for it.
 
 Plain decoding, SGLang's DFLASH and ours get the same requests through the OpenAI chat endpoint, one
 system after another; the first two run on the attention backends that SGLang picks.
@@ -35,9 +36,10 @@ from typing import Any
 import requests
 import torch
 
-from benchmarks import ROOT, result_files, sharing, systems
+from benchmarks import ROOT, result_files, sharing, systems, task_files
 from benchmarks.systems import SYSTEMS
 from benchmarks.task_questions import (
+    TASKS,
     Point,
     Question,
     Round,
@@ -261,14 +263,16 @@ class Run:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data", type=Path, help="folder with TASK.jsonl")
+    parser.add_argument(
+        "--data", type=Path, help="folder with TASK.jsonl; by default they are fetched"
+    )
     parser.add_argument("--model-path", default=str(tiny_target()))
     parser.add_argument("--draft-model-path", default=str(tiny_drafter()))
     # SGLang's DFLASH does not run on a CPU
     known = SYSTEMS if on_gpu else ("plain", "ours")
     parser.add_argument("--systems", nargs="+", type=systems.system_name, default=list(known))
     systems.add_backend_option(parser)
-    parser.add_argument("--tasks", nargs="+", help="default: those whose file --data has")
+    parser.add_argument("--tasks", nargs="+", help="default: those whose file is there")
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--limit", type=int, default=0, help="questions per task; 0: all")
     parser.add_argument("--seconds-per-point", type=float, default=60.0, help="0: no limit")
@@ -298,11 +302,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         options.seconds_per_point = 0
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: pass at least 1")
-    if options.picture is None and options.data is None:
-        parser.error("--data is required: a folder with a TASK.jsonl for each of --tasks")
-    if options.picture is None and options.tasks is None:
-        options.tasks = known_tasks(options.data)
+    if options.picture is None:
+        find_questions(options)
     return options
+
+
+def find_questions(options: argparse.Namespace) -> None:
+    """Fetch what is asked for, unless --data has it, and settle on the tasks."""
+    unfetched: dict[str, str] = {}
+    if options.data is None:
+        options.data = task_files.FOLDER
+        unfetched = task_files.fetch(options.tasks or TASKS, options.data)
+    if options.tasks is None:
+        options.tasks = known_tasks(options.data, unfetched)
+    elif failed := [task for task in options.tasks if task in unfetched]:
+        why = ", ".join(f"{task} ({unfetched[task]})" for task in failed)
+        raise SystemExit(
+            f"--tasks: not fetched: {why}. Pass the folder with their files as --data."
+        )
 
 
 def main() -> None:

@@ -112,5 +112,5 @@ def test_a_task_that_is_asked_for_must_have_its_file(tmp_path: Path) -> None:
     """Results of fewer tasks than were asked for look complete."""
     with pytest.raises(SystemExit, match=r"mbpp\.jsonl does not exist"):
         read_questions(tmp_path, "mbpp", 0)
-    with pytest.raises(SystemExit, match=r"has none of gsm8k\.jsonl, .* Pass their folder"):
-        known_tasks(tmp_path)
+    with pytest.raises(SystemExit, match=r"none of gsm8k\.jsonl, .* Pass the folder that has them"):
+        known_tasks(tmp_path, {})
