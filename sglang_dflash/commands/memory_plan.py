@@ -19,14 +19,13 @@ import torch
 import transformers
 
 from sglang_dflash import config as cfg
+from sglang_dflash.commands.quantised_weights import quantised
 from sglang_dflash.reference import Drafter, DrafterConfig
 from sglang_dflash.safetensors_header import read_safetensors_header
 from sglang_dflash.speculators_format import HEAD, drafters_own
 
 GIB = 2**30
 BYTES = 2  # per bf16 value
-# per value of MXFP4: 4 bits, and 8 for the scale of every 32 values
-MXFP4_BYTES = 17 / 32
 # with fewer there is no point in serving
 FEWEST_TOKENS = 1024
 # by the size in a card's name, what its driver reports, in GiB: RTX 4090 and 5090, L40S, H100,
@@ -37,8 +36,6 @@ REPLICATED = re.compile(
     r"norm|(^|\.)(fc|gate|router|scale|layer_scalar)(\.|$)|vision|visual|audio|projector"
 )
 KEYS_AND_VALUES = re.compile(r"\.(k_proj|v_proj)\.")
-# of gpt-oss: only the experts' matrices are in MXFP4
-MXFP4_WEIGHTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,8 @@ class RankMemory:
         target, draft = paths
         text, ranks = target_config.get_text_config(), asked.tp_size
         target_weights: int | None = None
-        if not asked.quantization:
+        # what SGLang quantises while it loads is unknown before
+        if not asked.quantization or getattr(target_config, "quantization_config", None):
             sizes = in_files(target) or described(target, trusting=asked.trust_remote_code)
             target_weights = on_one_rank(sizes, ranks, min(kv_heads(text).values()))
         draft_sizes = drafters_own(
@@ -190,19 +188,18 @@ def _tensors(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def described(path: str, *, trusting: bool) -> dict[str, int] | None:
-    """Return the bytes of each tensor that a target's config implies, bf16 or gpt-oss's MXFP4; None
-    if transformers cannot build the model, or it is quantised otherwise."""
+    """Return the bytes of each tensor that a target's config implies, bf16 or quantised; None if
+    transformers cannot build the model, or the way it is quantised is not understood."""
     # not through SGLang, which renames fields of some configs and so changes the model
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trusting)
     model_class = getattr(transformers, config.architectures[0], None)
-    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
-    if model_class is None or method not in (None, "mxfp4"):
+    if model_class is None:
         return None
+    scheme = getattr(config, "quantization_config", None)
     with torch.device("meta"):
-        sizes = _parameters(model_class(config))
-    for name in filter(MXFP4_WEIGHTS.search, sizes if method else ()):
-        sizes[name] = round(sizes[name] / BYTES * MXFP4_BYTES)
-    return sizes
+        model = model_class(config)
+    sizes = _parameters(model)
+    return sizes if scheme is None else quantised(sizes, model, scheme)
 
 
 def described_draft(config: Any) -> dict[str, int]:
