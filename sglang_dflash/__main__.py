@@ -1,5 +1,5 @@
-"""`sglang-dflash doctor | serve | tune | report | train | convert | drafters`; also as `python -m
-sglang_dflash`."""
+"""`sglang-dflash doctor | serve | tune | report | train | convert | drafters | plain-towers`; also
+as `python -m sglang_dflash`."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def make_parser(prog: str = MODULE) -> argparse.ArgumentParser:
     add_command(
         commands, "drafters", "print which released drafters are served, and why others are not", ""
     )
+    add_plain_towers(commands)
     return parser
 
 
@@ -177,6 +178,18 @@ def add_convert(commands: Commands) -> None:
     convert.add_argument("--model-path", "--model", help="the drafter's target")
 
 
+def add_plain_towers(commands: Commands) -> None:
+    towers = add_command(
+        commands,
+        "plain-towers",
+        "make a 4-bit Gemma 4 loadable for SGLang, and print the folder to serve",
+        "google/gemma-4-31B-it-qat-w4a16-ct",
+        more="The folder has links to the checkpoint's files, which are downloaded if need be.",
+    )
+    towers.add_argument("target", help="a folder or a model name")
+    towers.add_argument("--to", help="folder to make; default: one in ~/.cache/sglang_dflash")
+
+
 def add_command(
     commands: Commands,
     name: str,
@@ -221,6 +234,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         from sglang_dflash.commands.drafters import run_drafters
 
         return run_drafters()
+    if options.command == "plain-towers":
+        from sglang_dflash.commands.plain_towers import run_plain_towers
+
+        return run_plain_towers(options)
     if options.web:
         from sglang_dflash.commands.web import run_web
 
