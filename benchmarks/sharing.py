@@ -84,6 +84,8 @@ def server_gib(target: Path | str, drafter: Path | str, tokens: int) -> float:
         quantization=None,
         trust_remote_code=False,
         gpu_memory_gb=None,
+        card=None,
+        kv_cache_dtype=None,
     )
     findings, plan = look_at_pair(pair)
     if plan is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from sglang_dflash import __version__
+from sglang_dflash.commands.card_names import CARDS, FRACTION, SLIDING_SHARE, card_named
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.train.arguments import add_train_options, read_invocation
 from sglang_dflash.train.config import Invocation
@@ -76,10 +77,18 @@ def add_doctor(commands: Commands) -> None:
         "check the installation, and whether a pair fits",
         "--model-path Qwen/Qwen3-8B --speculative-draft-model-path z-lab/Qwen3-8B-DFlash-b16 "
         "--gpu-memory-gb 80",
+        more="Without a pair, the released pairs that fit the card are proposed: --card 5090",
     )
-    add_pair_options(doctor)
+    add_pair_options(doctor, by_card=True)
     doctor.add_argument(
-        "--gpu-memory-gb", type=float, help="plan for a card of this size, not the local one"
+        "--gpu-memory-gb",
+        type=memory_size,
+        help="plan for a card of this size, not the local one",
+    )
+    doctor.add_argument(
+        "--card",
+        type=card_named,
+        help=f"plan for this card; without a pair, propose one that fits: {', '.join(CARDS)}",
     )
     doctor.add_argument(
         "--contract",
@@ -100,7 +109,7 @@ def add_serve(commands: Commands) -> None:
         "sglang.launch_server --help",
     )
     add_pair_options(serve)
-    serve.set_defaults(gpu_memory_gb=None, contract=False)
+    serve.set_defaults(gpu_memory_gb=None, card=None, contract=False)
 
 
 def add_tune(commands: Commands) -> None:
@@ -138,7 +147,7 @@ def add_tune(commands: Commands) -> None:
         help="verify widths to try; full: all of the block in each step",
     )
     tune.add_argument("--out", type=Path, help="also write the trials to this file, as JSON")
-    tune.set_defaults(gpu_memory_gb=None)
+    tune.set_defaults(gpu_memory_gb=None, card=None)
 
 
 def add_report(commands: Commands) -> None:
@@ -269,27 +278,38 @@ def positive(text: str) -> int:
     return value
 
 
-def add_pair_options(parser: argparse.ArgumentParser) -> None:
-    """Add the SGLang options that the checks of a pair and its memory depend on."""
+def memory_size(text: str) -> float:
+    """Read a size of memory."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a size: pass more than 0")
+    return value
+
+
+def add_pair_options(parser: argparse.ArgumentParser, *, by_card: bool = False) -> None:
+    """Add the SGLang options that the checks of a pair and its memory depend on. `by_card`: leave
+    defaults open that depend on the card."""
+    otherwise = ", or what suits --card" if by_card else ""
     parser.add_argument("--model-path", "--model", help="target: a folder or a model name")
     parser.add_argument("--speculative-draft-model-path", help="drafter: a folder or a model name")
     parser.add_argument(
         "--mem-fraction-static",
         type=float,
-        default=0.85,
-        help="fraction of GPU memory for weights and KV; default %(default)s",
+        default=None if by_card else FRACTION,
+        help=f"fraction of GPU memory for weights and KV; default {FRACTION}{otherwise}",
     )
     parser.add_argument(
         "--swa-full-tokens-ratio",
         type=float,
-        default=0.8,
+        default=None if by_card else SLIDING_SHARE,
         help="tokens in the pool of sliding-window layers, as a fraction of those in the pool of "
-        "the others; default %(default)s",
+        f"the others; default {SLIDING_SHARE}{otherwise}",
     )
     parser.add_argument(
         "--tp-size", "--tensor-parallel-size", type=int, default=1, help="cards that share a model"
     )
     parser.add_argument("--quantization", help="how SGLang quantises the target")
+    parser.add_argument("--kv-cache-dtype", help="type of the KV cache, such as fp8_e4m3")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run code from the models' repositories"
     )

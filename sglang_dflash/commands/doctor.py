@@ -20,6 +20,8 @@ import torch
 import sglang_dflash
 from sglang_dflash import config as cfg
 from sglang_dflash.checkpoint import check_checkpoint
+from sglang_dflash.commands.asked_card import AskedCard
+from sglang_dflash.commands.card_plan import Offer, offers, released, with_plain_towers
 from sglang_dflash.commands.memory_plan import FEWEST_TOKENS, GIB, RankMemory, kv_heads
 from sglang_dflash.draft_backends import Place, able_backends
 from sglang_dflash.drafter_config import SUPPORTED_LAYER_TYPES
@@ -45,24 +47,68 @@ def run_doctor(options: argparse.Namespace) -> int:
     if options.contract:
         return print_contract(as_json=options.json)
     findings = look_at_installation()
-    plan = None
+    card = AskedCard.of(options)
+    plan: dict[str, Any] | None = None
+    found: list[Offer] = []
+    if options.card is not None:
+        findings.append(Finding("card", "ok", str(card)))
     if options.model_path or options.speculative_draft_model_path:
         pair_findings, plan = look_at_pair(options)
         findings += pair_findings
+    elif card.gib is not None:
+        found = offers(card.gib, card.capability, fraction=options.mem_fraction_static)
+        findings += _judge_offers(found, card, options)
     blocked = any(finding.state == "bad" for finding in findings)
+    proposal = found[0].described() if found else None
+    others = [offer.summary() for offer in found[1:]]
     if options.json:
-        print(json.dumps({"findings": [asdict(f) for f in findings], "plan": plan}, indent=1))
+        told = {"findings": [asdict(f) for f in findings], "plan": plan}
+        print(json.dumps(told | {"proposal": proposal, "also_fit": others}, indent=1))
         return int(blocked)
     for finding in findings:
         print(f"{finding.state:4s}  {finding.name}: {finding.found}")
         if finding.advice:
             print(f"      {finding.advice}")
     if plan is not None:
-        print("\nmemory plan")
-        for name, value in plan["memory"].items():
-            print(f"  {name}: {value}")
+        _print_part("memory plan", plan["memory"])
         print(f"\nlaunch\n  {plan['launch']}")
+    if proposal is not None:
+        _print_part("proposal", proposal)
+    if others:
+        print("\nalso fit, in order of preference")
+    for other in others:
+        print("  " + "; ".join(f"{name}: {value}" for name, value in other.items()))
     return int(blocked)
+
+
+def _print_part(title: str, lines: dict[str, Any]) -> None:
+    print(f"\n{title}")
+    for name, value in lines.items():
+        if value is not None:
+            print(f"  {name}: {value}")
+
+
+def _judge_offers(
+    found: list[Offer], card: AskedCard, options: argparse.Namespace
+) -> list[Finding]:
+    """Say what a proposal rests on, or that there is none."""
+    name = "proposal"
+    asked = {
+        "--tp-size": options.tp_size != 1,
+        "--quantization": options.quantization,
+        "--kv-cache-dtype": options.kv_cache_dtype,
+        "--swa-full-tokens-ratio": options.swa_full_tokens_ratio,
+    }
+    for_a_pair = [option for option, is_given in asked.items() if is_given]
+    if for_a_pair:
+        advice = "Pass --model-path and --speculative-draft-model-path, or drop it."
+        return [Finding(name, "bad", f"{' and '.join(for_a_pair)} without a pair", advice)]
+    if not found:
+        advice = "Name a pair of your own, or use a larger card."
+        return [Finding(name, "bad", f"no released pair fits {card}", advice)]
+    told = f"{len(found)} released pairs fit {card}; calculated, not measured"
+    advice = "" if card.is_known else "The compute capability is a guess: pass --card."
+    return [Finding(name, "note", told, advice)]
 
 
 def print_contract(*, as_json: bool) -> int:
@@ -176,14 +222,36 @@ def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, 
         f"layers, block size {drafter.block_size}, features from layers "
         f"{list(drafter.target_layer_ids)}",
     )
+    card = AskedCard.of(options)
+    options = card.complete(options)
+    place = Place("cuda", card.capability, is_fp32=False)
+    backend = able_backends(drafter.attention_kinds(), place)[0]
     rank = RankMemory.of_pair(
-        target_config, draft_config, drafter=drafter, paths=(target_path, draft_path), asked=options
+        target_config,
+        draft_config,
+        drafter=drafter,
+        paths=(target_path, draft_path),
+        asked=options,
+        draft_backend=backend,
     )
     findings = [found, *_tensor_parallelism(target_config, drafter, options.tp_size)]
-    fits = judge_memory(rank, options)
-    memory = rank.lines(options.mem_fraction_static, card_gib(options))
-    launch = recommend(target_path, draft_path, drafter, options)
-    return [*findings, fits], {"memory": memory, "launch": launch}
+    findings += [*_kv_cache(options, card), judge_memory(rank, options, card)]
+    memory = rank.lines(options.mem_fraction_static, card.gib)
+    if card.gib is not None:
+        memory["draft attention"] = backend
+    return findings, {"memory": memory, "launch": recommend(drafter, options, card)}
+
+
+def _kv_cache(options: argparse.Namespace, card: AskedCard) -> list[Finding]:
+    """Check that the card can read the KV cache that was asked for; no finding for the usual."""
+    if options.kv_cache_dtype != "fp8_e4m3":
+        return []
+    if cards.Card(card.capability).has_e4m3:
+        return [Finding("KV cache", "ok", f"fp8_e4m3 runs on {card}")]
+    advice = "Pass --kv-cache-dtype fp8_e5m2, or drop it."
+    return [
+        Finding("KV cache", "bad", f"fp8_e4m3 needs compute capability 8.9, not {card}", advice)
+    ]
 
 
 def _tensor_parallelism(target: Any, drafter: cfg.DrafterSpec, ranks: int) -> list[Finding]:
@@ -208,9 +276,9 @@ def _tensor_parallelism(target: Any, drafter: cfg.DrafterSpec, ranks: int) -> li
     return [Finding(name, "note", found, advice)]
 
 
-def judge_memory(rank: RankMemory, options: argparse.Namespace) -> Finding:
+def judge_memory(rank: RankMemory, options: argparse.Namespace, card: AskedCard) -> Finding:
     """Check that enough memory is left for KV on each card."""
-    total, ranks = card_gib(options), options.tp_size
+    total, ranks = card.gib, options.tp_size
     if total is None or rank.weights is None:
         text = "not checked: needs the size of the weights, and a GPU or --gpu-memory-gb"
         return Finding("memory", "note", text)
@@ -226,13 +294,6 @@ def judge_memory(rank: RankMemory, options: argparse.Namespace) -> Finding:
     return Finding("memory", "bad", f"{tokens} tokens of KV fit", advice)
 
 
-def card_gib(options: argparse.Namespace) -> float | None:
-    """Return the memory of the card that was asked about, or of the one here."""
-    if options.gpu_memory_gb is not None or not torch.cuda.is_available():
-        return options.gpu_memory_gb
-    return torch.cuda.get_device_properties(0).total_memory / GIB
-
-
 def _read(path: str, options: argparse.Namespace, *, role: str) -> Any:
     check_checkpoint(path, role=role)
     try:
@@ -245,16 +306,15 @@ def _read(path: str, options: argparse.Namespace, *, role: str) -> Any:
         ) from error
 
 
-def recommend(
-    target: str, draft: str, drafter: cfg.DrafterSpec, options: argparse.Namespace
-) -> str:
+def recommend(drafter: cfg.DrafterSpec, options: argparse.Namespace, card: AskedCard) -> str:
     """Return a launch command for the given card or, without one, for this machine."""
-    pair = ["--model-path", target, "--speculative-draft-model-path", draft]
+    named = ["--model-path", options.model_path]
+    named += ["--speculative-draft-model-path", options.speculative_draft_model_path]
     if options.trust_remote_code:
-        pair.append("--trust-remote-code")
-    if options.gpu_memory_gb is None and not torch.cuda.is_available():
-        return shlex.join(["launch/cpu.sh", *pair])
-    command = ["python", "-m", "sglang.launch_server", *pair]
+        named.append("--trust-remote-code")
+    if card.gib is None:
+        return shlex.join(["launch/cpu.sh", *named])
+    command = ["python", "-m", "sglang.launch_server", *named]
     command += ["--speculative-algorithm", "DFLASH"]
     command += ["--speculative-num-draft-tokens", str(drafter.block_size)]
     command += ["--attention-backend", "triton"]
@@ -263,4 +323,10 @@ def recommend(
     command += ["--tp-size", str(options.tp_size)]
     if options.quantization:
         command += ["--quantization", options.quantization]
-    return shlex.join(command)
+    if options.kv_cache_dtype:
+        command += ["--kv-cache-dtype", options.kv_cache_dtype]
+    line = shlex.join([*command, *card.arguments(options)])
+    pair = released(options.model_path)
+    return (
+        line if pair is None or not pair[1].has_listed_towers else with_plain_towers(line, pair[1])
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from sglang_dflash import config as cfg
+from sglang_dflash.commands.card_names import BY_SIZE, CARDS
 from sglang_dflash.commands.quantised_weights import quantised
 from sglang_dflash.reference import Drafter, DrafterConfig
 from sglang_dflash.safetensors_header import read_safetensors_header
@@ -28,14 +29,15 @@ GIB = 2**30
 BYTES = 2  # per bf16 value
 # with fewer there is no point in serving
 FEWEST_TOKENS = 1024
-# by the size in a card's name, what its driver reports, in GiB: RTX 4090 and 5090, L40S, H100,
-# H200, B200
-CARDS_GIB = {24: 23.5, 32: 31.4, 48: 44.4, 80: 79.1, 141: 139.8, 180: 178.3}
+# by the size in a card's name
+CARDS_GIB = {size: CARDS[name].gib for size, name in BY_SIZE.items()}
 # weights that every rank holds whole, by name
 REPLICATED = re.compile(
     r"norm|(^|\.)(fc|gate|router|scale|layer_scalar)(\.|$)|vision|visual|audio|projector"
 )
 KEYS_AND_VALUES = re.compile(r"\.(k_proj|v_proj)\.")
+# of a value in the KV cache, where it is not the model's own type
+KV_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,10 @@ class RankMemory:
         drafter: cfg.DrafterSpec,
         paths: tuple[str, str],
         asked: argparse.Namespace,
+        draft_backend: str | None = None,
     ) -> RankMemory:
-        """Count a pair by its files or, where they are not here, by its configs."""
+        """Count a pair by its files or, where they are not here, by its configs; the drafter's
+        attention runs on `draft_backend`."""
         target, draft = paths
         text, ranks = target_config.get_text_config(), asked.tp_size
         target_weights: int | None = None
@@ -74,7 +78,7 @@ class RankMemory:
         )
         # every rank has all of it
         own_head = draft_sizes.pop(HEAD, 0)
-        return cls(
+        found = cls(
             ranks=ranks,
             target_weights=target_weights,
             draft_weights=own_head
@@ -82,6 +86,18 @@ class RankMemory:
             target_kv=kv_bytes_per_token(text, ranks),
             draft_kv=drafter.kv_bytes_per_token(element_size=BYTES, tp_size=ranks),
             sliding_share=asked.swa_full_tokens_ratio,
+        )
+        return found.with_kv(asked.kv_cache_dtype, draft_backend)
+
+    def with_kv(self, dtype: str | None, draft_backend: str | None) -> RankMemory:
+        """Return the same pair with another type of KV cache than bf16."""
+        size = KV_BYTES.get(dtype or "", BYTES)
+        # fa4 cannot read an fp8 cache: the draft KV keeps the model's type
+        draft_size = BYTES if draft_backend == "fa4" else size
+        return replace(
+            self,
+            target_kv={kind: kv * size // BYTES for kind, kv in self.target_kv.items()},
+            draft_kv=self.draft_kv * draft_size // BYTES,
         )
 
     @property

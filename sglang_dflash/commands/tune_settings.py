@@ -62,6 +62,7 @@ class Settings:
             found += ["--swa-full-tokens-ratio", f"{options.swa_full_tokens_ratio:g}"]
             found += ["--tp-size", str(options.tp_size)]
         found += ["--quantization", options.quantization] if options.quantization else []
+        found += ["--kv-cache-dtype", options.kv_cache_dtype] if options.kv_cache_dtype else []
         found += ["--trust-remote-code"] if options.trust_remote_code else []
         return [*found, *options.server_args]
 

@@ -36,6 +36,7 @@ ALLOWED = {
     "checkpoint": {"safetensors_header"},
     "speculators_format": set(),
     "released_drafters": set(),
+    "released_pairs": set(),
     "drafter_config": {"speculators_format"},
     "environment": set(),
     "heartbeat": set(),
@@ -89,6 +90,7 @@ ALLOWED = {
         "metrics",
         "reference",
         "released_drafters",
+        "released_pairs",
         "safetensors_header",
         "speculators_format",
         # tune starts servers
