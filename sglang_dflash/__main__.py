@@ -1,5 +1,5 @@
-"""`sglang-dflash doctor | serve | tune | report | train | convert | drafters | plain-towers`; also
-as `python -m sglang_dflash`."""
+"""`sglang-dflash doctor | serve | tune | report | train | convert | drafters | cards |
+plain-towers`; also as `python -m sglang_dflash`."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ def make_parser(prog: str = MODULE) -> argparse.ArgumentParser:
         commands, "drafters", "print which released drafters are served, and why others are not", ""
     )
     add_plain_towers(commands)
+    add_command(commands, "cards", "print what fits cards of 24 to 180 GB, as a table", "")
     return parser
 
 
@@ -247,6 +248,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         from sglang_dflash.commands.plain_towers import run_plain_towers
 
         return run_plain_towers(options)
+    if options.command == "cards":
+        from sglang_dflash.commands.cards import run_cards
+
+        return run_cards()
     if options.web:
         from sglang_dflash.commands.web import run_web
 

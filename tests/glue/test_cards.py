@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from sglang_dflash.__main__ import main
 from sglang_dflash.commands.card_names import BY_SIZE, CARDS, card_named
 from sglang_dflash.commands.card_plan import WANTED_TOKENS, Offer, count, offers
+from sglang_dflash.commands.cards import table
 from sglang_dflash.commands.memory_plan import GIB
 from sglang_dflash.kernels.cards import SHARED_MEMORY, Card
 from sglang_dflash.released_pairs import PAIRS, Pair, Weights
@@ -252,3 +254,11 @@ def test_every_launch_line_is_one_that_sglang_parses() -> None:
         assert parsed.kv_cache_dtype == offer.kv_dtype
         assert parsed.speculative_num_draft_tokens == offer.block_size
         assert parsed.max_running_requests == offer.limits.requests
+
+
+def test_the_table_is_up_to_date() -> None:
+    """Otherwise write it again: python -m sglang_dflash cards"""
+    text = (ROOT / "docs" / "serving.md").read_text()
+    assert table() in text
+    named = re.findall(r"`([\w.-]+/[\w.-]+)`", table())
+    assert set(named) <= {form.target for _, form in FORMS}

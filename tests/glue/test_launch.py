@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_dflash.commands.card_names import BY_SIZE, CARDS
+from sglang_dflash.commands.card_plan import offers
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ROOT
 
@@ -159,11 +161,57 @@ def test_every_recipe_names_a_pair_and_takes_another(recipe: str) -> None:
 
 def test_there_is_a_recipe_for_each_released_pair() -> None:
     assert RECIPES == [
+        "gemma4-26b-a4b-32gb.sh",
         "gemma4-26b-a4b.sh",
+        "gemma4-31b-32gb.sh",
         "gemma4-31b.sh",
         "gpt-oss-20b.sh",
         "llama-3.1-8b.sh",
         "qwen3-4b.sh",
+        "qwen3-8b-24gb.sh",
         "qwen3-8b.sh",
         "qwen3-coder-30b-a3b.sh",
     ]
+
+
+def options_of(words: list[str]) -> dict[str, str]:
+    """Return the options of a command, each of which has a value."""
+    first = next(i for i, word in enumerate(words) if word.startswith("--"))
+    names, values = words[first::2], words[first + 1 :: 2]
+    assert all(name.startswith("--") for name in names)
+    return dict(zip(names, values, strict=True))
+
+
+@pytest.mark.parametrize(
+    "recipe", ["gemma4-31b-32gb.sh", "gemma4-26b-a4b-32gb.sh", "qwen3-8b-24gb.sh"]
+)
+def test_a_recipe_for_a_small_card_is_what_the_plan_offers_for_it(recipe: str) -> None:
+    """So the plan says that it fits."""
+    size = int(recipe.removesuffix("gb.sh").rpartition("-")[2])
+    card = CARDS[BY_SIZE[size]]
+    found = offers(card.gib, card.capability)
+    offer = next(each for each in found if each.recipe == f"launch/{recipe}")
+    shown = run(recipe, TARGET="", DRAFTER="")
+    given, planned = options_of(shlex.split(shown.stdout)), options_of(offer.arguments())
+    # the server takes it from the drafter
+    del planned["--speculative-num-draft-tokens"]
+    assert given == planned | {"--port": "30000"}
+
+
+def test_another_target_says_itself_how_it_is_quantised() -> None:
+    shown = run("gemma4-26b-a4b-32gb.sh", TARGET=PAIR[0], DRAFTER=PAIR[1])
+    assert "--quantization" not in shown.stdout
+    assert "--quantization" in run("gemma4-26b-a4b-32gb.sh").stdout
+
+
+def test_a_recipe_prepares_a_checkpoint_that_sglang_cannot_load(tmp_path: Path) -> None:
+    """With the folder that `plain-towers` prints as the target."""
+    stub = tmp_path / "python"
+    stub.write_text(
+        '#!/bin/sh\ncase "$*" in\n*plain-towers*) echo "/made/for $4" ;;\n*) echo "$@" ;;\nesac\n'
+    )
+    stub.chmod(0o755)
+    done = run("gemma4-31b-32gb.sh", DRY_RUN="0", PYTHON=str(stub))
+    assert done.returncode == 0, done.stderr
+    target = "--model-path /made/for google/gemma-4-31B-it-qat-w4a16-ct --mem"
+    assert target in done.stdout.splitlines()[-1]
