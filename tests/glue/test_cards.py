@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.__main__ import main
+from sglang_dflash.__main__ import main, make_parser
+from sglang_dflash.commands.asked_card import AskedCard
 from sglang_dflash.commands.card_names import BY_SIZE, CARDS, card_named
 from sglang_dflash.commands.card_plan import WANTED_TOKENS, Offer, count, offers
 from sglang_dflash.commands.cards import table
@@ -210,6 +211,31 @@ def test_a_named_pair_is_planned_for_the_card(capsys: pytest.CaptureFixture[str]
     assert "--max-running-requests" not in large["launch"]
     own = told(capsys, *shapes("qwen3-8b"), "--card", "4090", "--mem-fraction-static", "0.8")
     assert own["plan"]["memory"]["for KV"] == f"{0.8 * 23.5 - 15.256 - 1.954:.2f} GiB of 24 GiB"
+
+
+@pytest.mark.parametrize(
+    ("target", "card", "fraction", "share", "further"),
+    [
+        ("nvidia/Gemma-4-26B-A4B-NVFP4", "5090", 0.9, 0.15, ["--quantization", "modelopt_fp4"]),
+        ("google/gemma-4-31B-it", "h100", 0.9, 0.2, []),
+        ("google/gemma-4-31B-it", "h200", 0.85, 0.2, []),
+        ("Qwen/Qwen3-8B", "4090", 0.88, 0.8, []),
+        ("a-target/of-ones-own", "4090", 0.88, 0.8, []),
+    ],
+)
+def test_a_named_pair_gets_the_settings_of_its_recipe(
+    target: str, card: str, fraction: float, share: float, further: list[str]
+) -> None:
+    words = ["doctor", "--model-path", target, "--speculative-draft-model-path", "D"]
+    options = make_parser().parse_args([*words, "--card", card])
+    asked = AskedCard.of(options)
+    filled = asked.complete(options)
+    assert (filled.mem_fraction_static, filled.swa_full_tokens_ratio) == (fraction, share)
+    bounds = ["--max-running-requests", "4", "--chunked-prefill-size", "2048"]
+    is_small = card in ("4090", "5090")
+    assert asked.arguments(options) == (bounds if is_small else []) + further
+    own = make_parser().parse_args([*words, "--card", card, "--mem-fraction-static", "0.7"])
+    assert asked.complete(own).mem_fraction_static == 0.7
 
 
 def test_e4m3_is_for_cards_that_can_read_it(capsys: pytest.CaptureFixture[str]) -> None:
