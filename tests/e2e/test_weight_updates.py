@@ -25,7 +25,7 @@ from tests.tiny_models import load_target, make_drafter, make_target
 # newer releases update from tensors and groups within a session, and choose the runners by name
 HAS_SESSIONS = not seams.UPDATES
 WITHOUT_DRAFTER = {"selector": "target"} if HAS_SESSIONS else {"disable_draft_model": True}
-ANSWER = {"max_new_tokens": 60, "ignore_eos": True}
+ANSWER = {"max_new_tokens": 32, "ignore_eos": True}
 NORM = "model.norm.weight"
 
 
@@ -296,5 +296,5 @@ def test_a_router_follows_its_scale(tmp_path: Path, prompts: list[list[int]]) ->
         assert response.ok, response.text
         answers = server.generate_all(prompts[:3], **ANSWER)
         assert [answer["output_ids"] for answer in answers] == [
-            generate_plain(model, prompt, max_new_tokens=60) for prompt in prompts[:3]
+            generate_plain(model, prompt, max_new_tokens=32) for prompt in prompts[:3]
         ]
