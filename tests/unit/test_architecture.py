@@ -34,14 +34,15 @@ ALLOWED = {
     "types": set(),
     "safetensors_header": set(),
     "checkpoint": {"safetensors_header"},
-    "speculators_format": set(),
+    "dflash2_format": set(),
+    "speculators_format": {"dflash2_format"},
     "released_drafters": set(),
     "released_pairs": set(),
-    "drafter_config": {"speculators_format"},
+    "drafter_config": {"dflash2_format", "speculators_format"},
     "environment": set(),
     "heartbeat": set(),
     "interrupt": set(),
-    "config": {"drafter_config", "environment", "safetensors_header"},
+    "config": {"dflash2_format", "drafter_config", "environment", "safetensors_header"},
     "draft_backends": {"config", "drafter_config"},
     "metrics": {"environment"},
     # the server harness sums the meter's counts
@@ -99,7 +100,7 @@ ALLOWED = {
     },
     "__main__": {"__version__", "commands", "interrupt", "train"},
     # an oracle shares no arithmetic with the code it judges, only the list of accepted configs
-    "reference": {"drafter_config", "reference", "speculators_format"},
+    "reference": {"dflash2_format", "drafter_config", "reference", "speculators_format"},
     "pairs": {"environment", "interrupt", "pairs"},
     # the trainer is for any target: it knows neither the shipped pairs nor the tiny one's corpus
     "train": {"interrupt", "reference", "train"},
