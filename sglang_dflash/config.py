@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash import drafter_config
-from sglang_dflash.drafter_config import ARCHITECTURES, FULL, SLIDING, SUPPORTED_LAYER_TYPES
+from sglang_dflash import dflash2_format, drafter_config
+from sglang_dflash.drafter_config import FULL, PLAIN, SLIDING, SUPPORTED_LAYER_TYPES
 from sglang_dflash.environment import DFLASH_SPEC_V2, SPEC_V2, Environment
 from sglang_dflash.safetensors_header import read_safetensors_header
 
@@ -94,7 +94,12 @@ class DrafterSpec:
         if not config.get("architectures"):
             raise ValueError(
                 f"SGLang loads the drafter {name} by its architecture, but its config.json names "
-                f'none. Add "architectures": {json.dumps(ARCHITECTURES)} to it.'
+                f'none. Add "architectures": {json.dumps([PLAIN])} to it.'
+            )
+        if dflash2_format.describes(config):
+            raise ValueError(
+                f"The drafter {name} is a DFlash2 drafter ({dflash2_format.ARCHITECTURE}), which "
+                "sglang_dflash does not serve. Use a plain DFlash drafter for this target."
             )
         layer_types = tuple(config.get("layer_types") or (FULL,) * num_layers)
         spec = cls(

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from sglang_dflash import speculators_format
+from sglang_dflash import dflash2_format, speculators_format
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SUPPORTED_LAYER_TYPES = (FULL, SLIDING)
 NON_CAUSAL = "sliding_window_non_causal"
 MASK_EMBEDDING = "mask_embedding.pt"
-ARCHITECTURES = ("DFlashDraftModel",)
+PLAIN = "DFlashDraftModel"
+ARCHITECTURES = (PLAIN, dflash2_format.ARCHITECTURE)
 
 # read, with any value
 _READ = {
@@ -91,6 +92,7 @@ _READ_IN_DFLASH = {
     "num_target_layers",
     "target_layer_ids",
 }
+_READ_IN_DFLASH2 = {*dflash2_format.SIZES, *dflash2_format.TRANSFORMS}
 
 
 def _understood_values(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -106,6 +108,7 @@ def _understood_values(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
         "attention_mode": ("gqa", "mha"),
         "causal": causal,
         "hidden_act": ("silu",),
+        "input_embedding_scale": (1.0,),
         "is_causal": causal,
         "is_neox_style": (True,),
         "mask_token_id": (dflash.get("mask_token_id"),),
@@ -115,7 +118,8 @@ def _understood_values(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
         "projector_type": ("dflash",),
         "qk_norm": (True,),
         "rope_is_neox_style": (True,),
-        "sample_from_anchor": (True, False),
+        # a selector walks from the anchor to the token of the next row
+        "sample_from_anchor": (False,) if dflash2_format.describes(config) else (True, False),
         "scale_embedding": (True, False),
         "sliding_window": window,
         NON_CAUSAL: (True, False),
@@ -182,22 +186,26 @@ def refuse_unknown(config: Mapping[str, Any], *, name: str) -> None:
     if found:
         raise ValueError(
             f"The config.json of the drafter {name} asks for settings that sglang_dflash does not "
-            f"support: {', '.join(found)}. Use a plain DFlash drafter "
+            f"support: {', '.join(found)}. Use a drafter without them "
             f"({' or '.join(ARCHITECTURES)}), or remove keys that do not affect the network."
         )
 
 
 def _unknown(config: Mapping[str, Any]) -> Iterator[str]:
+    is_dflash2 = dflash2_format.describes(config)
     architectures = config.get("architectures")
-    if architectures and not set(architectures) <= set(ARCHITECTURES):
+    if architectures and (len(architectures) > 1 or architectures[0] not in ARCHITECTURES):
         yield f"architectures {architectures}"
+    if is_dflash2 and own_vocab_size(config) is not None:
+        yield f"draft_vocab_size {own_vocab_size(config)}"
     switches = _understood_values(config)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rotated = {k: v for k, v in rope.items() if k in switches}
+    in_dflash = _READ_IN_DFLASH | (_READ_IN_DFLASH2 if is_dflash2 else set())
     idle = _IDLE | _IDLE_BY_TYPE.get(config.get("model_type", ""), set())
     levels: list[tuple[str, Mapping[str, Any], set[str]]] = [
         ("", config, _READ | idle),
-        ("dflash_config.", config.get("dflash_config") or {}, _READ_IN_DFLASH),
+        ("dflash_config.", config.get("dflash_config") or {}, in_dflash),
         ("rope_parameters.", rotated, set()),
     ]
     for level, keys, known in levels:

@@ -30,11 +30,19 @@ PLAIN: dict[str, Any] = {
     "vocab_size": 151936,
 }
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 2048}
+_CONV_AND_SELECTOR = {
+    "conv_group_size": 16,
+    "conv_kernel_size": 2,
+    "selector_rank": 256,
+    "selector_top_k": 16,
+}
 DFLASH2 = {
     "architectures": ["DFlash2DraftModel"],
     "block_size": 8,
-    "dflash_config": {**PLAIN["dflash_config"], "conv_kernel_size": 2, "selector_rank": 256},
+    "dflash_config": {**PLAIN["dflash_config"], **_CONV_AND_SELECTOR},
     "is_causal": False,
+    "layer_types": ["sliding_attention", "sliding_attention"],
+    "sliding_window": 2048,
 }
 # as in gpt-oss itself
 GPT_OSS_LIKE = {
@@ -56,6 +64,11 @@ IN_SPECULATORS: dict[str, Any] = {
     "mask_token_id": 9,
     "speculators_model_type": "dflash",
     "transformer_layer_config": {k: v for k, v in PLAIN.items() if k not in _LAYERS},
+}
+DFLASH2_IN_SPECULATORS = {
+    "draft_vocab_size": PLAIN["vocab_size"],
+    "speculators_model_type": "dflash2",
+    **_CONV_AND_SELECTOR,
 }
 
 
@@ -156,7 +169,7 @@ RELEASED = (
     Released(
         names="RedHatAI Qwen3-4B, Qwen3-8B and gemma-4-31B .dflash2",
         is_speculators=True,
-        config={"speculators_model_type": "dflash2"},
+        config=DFLASH2_IN_SPECULATORS,
     ),
     Released(
         names="DFlash2: Qwen3.8-27B, Muse-Glimmer-30B, GLM-5.3, GLM-5.3-Flash", config=DFLASH2

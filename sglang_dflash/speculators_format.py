@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from sglang_dflash import dflash2_format
+
 MODEL_TYPE = "speculators_model_type"
 # the version whose reader the written configs are tested with
 VERSION = "0.9.0"
+# the library's types of models that are drafters of this kind
+ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": dflash2_format.ARCHITECTURE}
 # tensors that the library writes in some releases and takes from the target when it reads them
 TARGETS_OWN = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 # the same if the drafter has the target's whole vocabulary
@@ -22,6 +26,7 @@ _CONSUMED = (
     MODEL_TYPE,
     "architectures",
     "aux_hidden_state_layer_ids",
+    *dflash2_format.SIZES,
     "mask_token_id",
     "max_anchors",
     "sample_from_anchor",
@@ -75,11 +80,13 @@ def translate(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
     """Return the config of the released format. Raise ValueError for another method than DFlash,
     and for features that no layer of the target delivers."""
     kind = config[MODEL_TYPE]
-    if kind != "dflash":
+    if kind not in ARCHITECTURES:
         raise ValueError(
             f"The drafter {name} is a speculators model of type {kind!r}; sglang_dflash serves "
-            "'dflash'. Use a DFlash drafter for this target."
+            f"{' and '.join(map(repr, ARCHITECTURES))}. Use a DFlash drafter for this target."
         )
+    is_dflash2 = kind == "dflash2"
+    sizes = {key: config.get(key) for key in dflash2_format.SIZES if key in config}
     layers = _layers(config, name)
     size = config.get("target_hidden_size")
     if size not in (None, layers["hidden_size"]):
@@ -90,15 +97,17 @@ def translate(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
     return {
         **layers,
         **{key: value for key, value in config.items() if key not in _CONSUMED},
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [ARCHITECTURES[kind]],
         # what counts is the type of each layer
         "use_sliding_window": "sliding_attention" in (layers.get("layer_types") or ()),
         "dflash_config": {
             "mask_token_id": _required(config, "mask_token_id", name),
             "sample_from_anchor": bool(config.get("sample_from_anchor")),
             "scale_embedding": False,
-            "sliding_window_non_causal": bool(config.get("sliding_window_non_causal")),
+            # DFlash2's default differs
+            "sliding_window_non_causal": bool(config.get("sliding_window_non_causal", is_dflash2)),
             "target_layer_ids": _target_layer_ids(config, name),
+            **sizes,
         },
     }
 

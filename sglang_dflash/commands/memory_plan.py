@@ -34,6 +34,7 @@ CARDS_GIB = {size: CARDS[name].gib for size, name in BY_SIZE.items()}
 # weights that every rank holds whole, by name
 REPLICATED = re.compile(
     r"norm|(^|\.)(fc|gate|router|scale|layer_scalar)(\.|$)|vision|visual|audio|projector"
+    r"|(^|\.)(attention_conv|mlp_conv|candidate_selector)\."
 )
 KEYS_AND_VALUES = re.compile(r"\.(k_proj|v_proj)\.")
 # of a value in the KV cache, where it is not the model's own type

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sglang_dflash import drafter_config, speculators_format
+from sglang_dflash import dflash2_format, drafter_config, speculators_format
+from sglang_dflash.dflash2_format import DFlash2
 from sglang_dflash.drafter_config import FULL, SLIDING
 
 YARN = (
@@ -49,6 +50,7 @@ class DrafterConfig:
     # row k of a block predicts the token after it, instead of its own
     sample_from_anchor: bool = False
     scale_embedding: bool = True  # as the target scales it, if it does
+    dflash2: DFlash2 | None = None  # None for a plain drafter
 
     def __post_init__(self) -> None:
         if len(self.layer_types) != self.num_hidden_layers:
@@ -79,11 +81,12 @@ class DrafterConfig:
         if "dflash_config" not in raw and not speculators_format.describes(raw):
             raise ValueError(
                 "config.json has no dflash_config, so it is not a DFlash drafter. Pass a folder "
-                "whose architectures entry is DFlashDraftModel."
+                f"whose architectures entry is {' or '.join(drafter_config.ARCHITECTURES)}."
             )
         raw = drafter_config.read(raw, name=name)
         dflash = raw["dflash_config"]
         num_layers = raw["num_hidden_layers"]
+        block_size = _read_block_size(raw, dflash)
         return cls(
             hidden_size=raw["hidden_size"],
             intermediate_size=raw["intermediate_size"],
@@ -92,7 +95,7 @@ class DrafterConfig:
             num_key_value_heads=raw["num_key_value_heads"],
             head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
             vocab_size=raw["vocab_size"],
-            block_size=_read_block_size(raw, dflash),
+            block_size=block_size,
             num_target_layers=raw.get("num_target_layers") or dflash.get("num_target_layers"),
             mask_token_id=dflash["mask_token_id"],
             target_layer_ids=tuple(dflash["target_layer_ids"]),
@@ -109,11 +112,13 @@ class DrafterConfig:
             causal_windows=drafter_config.has_causal_windows(raw),
             sample_from_anchor=drafter_config.samples_from_anchor(raw),
             scale_embedding=drafter_config.scales_embedding(raw),
+            dflash2=dflash2_format.read(raw, name=name, block_size=block_size),
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return the config.json of the released format."""
         found = asdict(self)
+        del found["dflash2"]
         dflash = {key: found.pop(key) for key in ("mask_token_id", "target_layer_ids")}
         # written only where they differ from a plain drafter's
         if not found.pop("causal_windows"):
@@ -122,11 +127,15 @@ class DrafterConfig:
             dflash["sample_from_anchor"] = True
         if not found.pop("scale_embedding"):
             dflash["scale_embedding"] = False
+        architecture = drafter_config.PLAIN
+        if self.dflash2 is not None:
+            dflash |= self.dflash2.to_json()
+            architecture = dflash2_format.ARCHITECTURE
         for key in ("draft_vocab_size", "num_target_layers", "rope_scaling"):
             if found[key] is None:
                 del found[key]
         return found | {
-            "architectures": ["DFlashDraftModel"],
+            "architectures": [architecture],
             "attention_dropout": 0.0,
             "dflash_config": dflash,
             "dtype": "bfloat16",

@@ -158,14 +158,19 @@ def draft_block(
     positions = state.start + torch.arange(block_size, device=target.device)[None]
     embeddings = drafter.embed(target.get_input_embeddings(), ids).to(drafter.fc.weight.dtype)
     hidden = drafter(embeddings, positions, context=state.context)
+    rows = drafter.drafted_rows(hidden[0])
     # a logit softcap would not change the argmax
-    logits = drafter.logits(drafter.drafted_rows(hidden[0]), target.get_output_embeddings())
+    logits = drafter.logits(rows, target.get_output_embeddings())
     if isinstance(choose, BlockRule):
-        return Block(state.start, (anchor, *choose.draft(logits)))
-    drafts: list[int] = []
-    for row in logits:
-        drafts.append(choose(row, [*state.token_ids, *drafts]))
-    return Block(state.start, (anchor, *drafts))
+        choose.start_block()
+    tokens = [anchor]
+    for row, own in zip(rows, logits, strict=True):
+        own = drafter.logits_after(tokens[-1], own, row)
+        if isinstance(choose, BlockRule):
+            tokens.append(choose.draft_next(own))
+        else:
+            tokens.append(choose(own, [*state.token_ids, *tokens[1:]]))
+    return Block(state.start, tuple(tokens))
 
 
 @torch.no_grad()

@@ -8,8 +8,9 @@ the same layers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 
 from sglang_dflash import drafter_config, speculators_format
 from sglang_dflash.reference.config import FULL, SLIDING, DrafterConfig
+from sglang_dflash.reference.dflash2 import BlockConvolution, CandidateSelector
 from sglang_dflash.reference.rope import Rope
 
 __all__ = ["FULL", "SLIDING", "ContextKV", "Drafter", "DrafterConfig", "block_mask", "rotate"]
@@ -132,10 +134,29 @@ class Layer(nn.Module):
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
+        self.attention_conv: BlockConvolution | None = None
+        self.mlp_conv: BlockConvolution | None = None
+        if config.dflash2 is not None:
+            self.attention_conv = BlockConvolution(config.dflash2, config.hidden_size)
+            self.mlp_conv = BlockConvolution(config.dflash2, config.hidden_size)
 
-    def forward(self, x: Tensor, positions: Tensor, **attention: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), positions, **attention)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self, x: Tensor, positions: Tensor, *, block_size: int, **attention: Tensor
+    ) -> Tensor:
+        attend = partial(self.self_attn, positions=positions, **attention)
+        x = x + _around(attend, self.attention_conv, self.input_layernorm(x), block_size)
+        return x + _around(self.mlp, self.mlp_conv, self.post_attention_layernorm(x), block_size)
+
+
+def _around(
+    sublayer: Callable[[Tensor], Tensor],
+    convolution: BlockConvolution | None,
+    x: Tensor,
+    block_size: int,
+) -> Tensor:
+    if convolution is None:
+        return sublayer(x)
+    return convolution.around(sublayer, x, block_size=block_size)
 
 
 class Layers(nn.ModuleList):
@@ -185,6 +206,11 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = Layers(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.candidate_selector: CandidateSelector | None = None
+        if config.dflash2 is not None:
+            self.candidate_selector = CandidateSelector(
+                config.dflash2, hidden_size=config.hidden_size, vocab_size=config.vocab_size
+            )
         self.lm_head: nn.Linear | None = None
         if config.draft_vocab_size is not None:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -224,6 +250,17 @@ class Drafter(nn.Module):
         tokens = offsets + torch.arange(len(offsets), device=offsets.device)
         whole = own.new_full((len(own), self.config.vocab_size), float("-inf"))
         return whole.index_copy(1, tokens, own)
+
+    def logits_after(
+        self,
+        previous: int,
+        logits: Tensor,  # [V], of `logits`
+        hidden: Tensor,  # [H], the row they come from
+    ) -> Tensor:
+        """Return the logits of the draft that follows `previous`, [V]; -inf for a token that a
+        selector does not let follow."""
+        selector = self.candidate_selector
+        return logits if selector is None else selector.after(previous, logits, hidden)
 
     def project(
         self,
@@ -291,6 +328,7 @@ class Drafter(nn.Module):
             x = layer(
                 x,
                 flat,
+                block_size=positions.shape[2],
                 context_k=context.keys[i],
                 context_v=context.values[i],
                 mask=masks[self.config.layer_types[i]],

@@ -18,23 +18,32 @@ class BlockRule:
     def __init__(self, temperature: float, *, seed: int) -> None:
         self._temperature = temperature
         self._generator = torch.Generator().manual_seed(seed)
-        self._q = torch.empty(0)  # [B - 1, V] the distributions of the last drafts
+        self._q: list[Tensor] = []  # each [V], the distributions of the last drafts
 
     def choose(self, logits: Tensor, _before: Sequence[int]) -> int:
         """Sample one token from its logits [V]."""
         return self._draw(self._distribution(logits))
 
+    def start_block(self) -> None:
+        """Forget the drafts of the last block."""
+        self._q = []
+
     def draft(self, logits: Tensor) -> list[int]:
-        """Sample a token from every row of logits [B - 1, V]."""
-        self._q = self._distribution(logits)
-        return [self._draw(row) for row in self._q]
+        """Sample a block's drafts, one from every row of logits [B - 1, V]."""
+        self.start_block()
+        return [self.draft_next(row) for row in logits]
+
+    def draft_next(self, logits: Tensor) -> int:
+        """Sample the block's next draft from its logits [V], which may depend on those before."""
+        self._q.append(self._distribution(logits))
+        return self._draw(self._q[-1])
 
     def commit(self, logits: Tensor, drafts: Sequence[int]) -> list[int]:
         """Return the accepted drafts and the next token, from the target's logits [B, V]."""
         p = self._distribution(logits)
         accepted, next_weights, prefix = 0, self._residual(p[0], 0, 1.0), 1.0
         for number, token in enumerate(drafts, start=1):
-            ratio = float(p[number - 1, token] / self._q[number - 1, token])
+            ratio = float(p[number - 1, token] / self._q[number - 1][token])
             # joint acceptance of the drafts so far
             prefix = min(prefix * ratio, 1.0)
             residual = self._residual(p[number], number, prefix)

@@ -71,6 +71,12 @@ def read_drafter_config(folder: Path, target: PretrainedConfig) -> DrafterConfig
             "needs a drafter that shares the target's head and predicts each row's own token. Pass "
             "another drafter, or train a new one without --init-from."
         )
+    if config.dflash2 is not None:
+        raise ValueError(
+            f"--init-from {folder} is a DFlash2 drafter, whose convolutions and selector the "
+            "trainer cannot train. Pass a plain DFlash drafter, or train a new one without "
+            "--init-from."
+        )
     # a speculators config does not name the number of layers
     config = replace(config, num_target_layers=config.num_target_layers or target.num_hidden_layers)
     wanted = {

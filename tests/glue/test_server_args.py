@@ -300,8 +300,8 @@ def test_target_with_recurrent_layers_is_refused(models: Path, tmp_path: Path) -
             {"dflash_config": {"target_layer_ids": [1, 3, 4]}}, "names no mask token", id="mask"
         ),
         pytest.param(
-            {"architectures": ["DFlash2DraftModel"]},
-            r"does not support: architectures \['DFlash2DraftModel'\]",
+            {"architectures": ["DFlashLagunaForCausalLM"]},
+            r"does not support: architectures \['DFlashLagunaForCausalLM'\]",
             id="architecture",
         ),
         pytest.param({"is_causal": True}, "does not support: is_causal True", id="switch"),

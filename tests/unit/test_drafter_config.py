@@ -107,7 +107,22 @@ def test_a_value_that_means_what_is_computed_passes(config: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (plain(architectures=["DFlash2DraftModel"]), "architectures ['DFlash2DraftModel']"),
+        (
+            plain(architectures=["DFlash2BeamDraftModel"]),
+            "architectures ['DFlash2BeamDraftModel']",
+        ),
+        (
+            plain(architectures=["DFlash2DraftModel"], sample_from_anchor=True),
+            "sample_from_anchor True",
+        ),
+        (
+            plain(architectures=["DFlash2DraftModel"], draft_vocab_size=32000),
+            "draft_vocab_size 32000",
+        ),
+        (
+            plain(architectures=["DFlash2DraftModel"], dflash={"input_embedding_scale": 2.0}),
+            "dflash_config.input_embedding_scale 2.0",
+        ),
         (
             plain(architectures=["DFlashLagunaForCausalLM"], gating="per-head"),
             "architectures ['DFlashLagunaForCausalLM'], gating 'per-head'",

@@ -11,6 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from sglang_dflash.config import DrafterSpec
+from sglang_dflash.dflash2_format import DFlash2
 from sglang_dflash.draft_backends import Place, choose_draft_backend
 from sglang_dflash.drafter_config import FULL, SLIDING
 from sglang_dflash.reference import Drafter, DrafterConfig
@@ -58,10 +59,48 @@ def test_a_whole_vocabulary_needs_no_head_of_its_own(raw: dict[str, Any]) -> Non
     assert Drafter(DrafterConfig.from_json(raw)).lm_head is None
 
 
+DFLASH2 = {
+    "architectures": ["DFlash2DraftModel"],
+    "conv_group_size": 16,
+    "conv_kernel_size": 2,
+    "draft_vocab_size": VOCAB,
+    "selector_rank": 8,
+    "selector_top_k": 4,
+    "speculators_model_type": "dflash2",
+}
+
+
+def test_dflash2_is_read_with_the_defaults_of_its_library(raw: dict[str, Any]) -> None:
+    del raw["sliding_window_non_causal"], raw["sample_from_anchor"]
+    oracle = DrafterConfig.from_json(raw | DFLASH2)
+    assert oracle.dflash2 == DFlash2(
+        conv_taps=2, conv_group_size=16, selector_rank=8, selector_top_k=4
+    )
+    assert not oracle.causal_windows and not oracle.scale_embedding
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"speculators_model_type": "dflash2"}, "speculators model of type 'dflash2'"),
+        ({"selector_rank": None}, "lacks dflash_config.selector_rank"),
+        ({"draft_vocab_size": 300}, "does not support: draft_vocab_size 300"),
+        ({"sample_from_anchor": True}, "does not support: dflash_config.sample_from_anchor True"),
+        ({"draft_ffn_type": "moe"}, "does not support: draft_ffn_type 'moe'"),
+    ],
+)
+def test_dflash2_that_cannot_be_run_is_refused(
+    raw: dict[str, Any], changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match="some/drafter") as refused:
+        DrafterConfig.from_json(raw | DFLASH2 | changes, name="some/drafter")
+    assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"speculators_model_type": "eagle3"}, "speculators model of type 'eagle3'"),
+        ({"selector_rank": 4}, "does not support: dflash_config.selector_rank 4"),
         ({"aux_hidden_state_layer_ids": [0, 2]}, "0 is the embedding"),
         ({"aux_hidden_state_layer_ids": None}, "lacks aux_hidden_state_layer_ids"),
         ({"mask_token_id": None}, "lacks mask_token_id"),
