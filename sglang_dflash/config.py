@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash import dflash2_format, drafter_config
+from sglang_dflash.dflash2_format import DFlash2
 from sglang_dflash.drafter_config import FULL, PLAIN, SLIDING, SUPPORTED_LAYER_TYPES
 from sglang_dflash.environment import DFLASH_SPEC_V2, SPEC_V2, Environment
 from sglang_dflash.safetensors_header import read_safetensors_header
@@ -65,6 +66,7 @@ class DrafterSpec:
     samples_from_anchor: bool = False
     scales_embedding: bool = True  # as the target scales it, if it does
     has_bias: bool = False  # in the projections of attention
+    dflash2: DFlash2 | None = None  # None for a plain drafter
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, name: str) -> DrafterSpec:
@@ -96,12 +98,8 @@ class DrafterSpec:
                 f"SGLang loads the drafter {name} by its architecture, but its config.json names "
                 f'none. Add "architectures": {json.dumps([PLAIN])} to it.'
             )
-        if dflash2_format.describes(config):
-            raise ValueError(
-                f"The drafter {name} is a DFlash2 drafter ({dflash2_format.ARCHITECTURE}), which "
-                "sglang_dflash does not serve. Use a plain DFlash drafter for this target."
-            )
         layer_types = tuple(config.get("layer_types") or (FULL,) * num_layers)
+        block_size = dflash.get("block_size") or config.get("block_size") or 16
         spec = cls(
             name=name,
             hidden_size=hidden_size,
@@ -111,7 +109,7 @@ class DrafterSpec:
             num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
             head_dim=config.get("head_dim") or hidden_size // num_heads,
-            block_size=dflash.get("block_size") or config.get("block_size") or 16,
+            block_size=block_size,
             mask_token_id=mask_token_id,
             target_layer_ids=tuple(layer_ids),
             layer_types=layer_types,
@@ -121,6 +119,7 @@ class DrafterSpec:
             samples_from_anchor=drafter_config.samples_from_anchor(config),
             scales_embedding=drafter_config.scales_embedding(config),
             has_bias=bool(config.get("attention_bias")),
+            dflash2=dflash2_format.read(config, name=name, block_size=block_size),
         )
         spec._check_layers()
         return spec

@@ -13,6 +13,7 @@ from typing import Any
 
 FAMILIES = "tests/e2e/test_families.py"
 SPECULATORS = "tests/e2e/test_speculators.py"
+DFLASH2_PAIR = "tests/e2e/test_dflash2.py"
 
 # as in z-lab's drafters for Qwen3
 PLAIN: dict[str, Any] = {
@@ -36,7 +37,7 @@ _CONV_AND_SELECTOR = {
     "selector_rank": 256,
     "selector_top_k": 16,
 }
-DFLASH2 = {
+DFLASH2: dict[str, Any] = {
     "architectures": ["DFlash2DraftModel"],
     "block_size": 8,
     "dflash_config": {**PLAIN["dflash_config"], **_CONV_AND_SELECTOR},
@@ -167,12 +168,30 @@ RELEASED = (
         },
     ),
     Released(
-        names="RedHatAI Qwen3-4B, Qwen3-8B and gemma-4-31B .dflash2",
+        names="RedHatAI Qwen3-4B-speculator.dflash2, Qwen3-8B-speculator.dflash2",
+        is_speculators=True,
+        config=DFLASH2_IN_SPECULATORS,
+        target=QWEN3,
+        tested=DFLASH2_PAIR,
+    ),
+    Released(
+        names="RedHatAI gemma-4-31B-it-speculator.dflash2",
         is_speculators=True,
         config=DFLASH2_IN_SPECULATORS,
     ),
+    Released(names="incoai and z-lab Qwen3.8-27B-DFlash2", config=DFLASH2, target=QWEN3_5),
+    Released(names="incoai and z-lab GLM-5.3-DFlash2, GLM-5.3-Flash-DFlash2", config=DFLASH2),
     Released(
-        names="DFlash2: Qwen3.8-27B, Muse-Glimmer-30B, GLM-5.3, GLM-5.3-Flash", config=DFLASH2
+        names="incoai and z-lab Muse-Glimmer-30B-DFlash2",
+        config={
+            **DFLASH2,
+            "block_size": 16,
+            "dflash_config": {
+                **DFLASH2["dflash_config"],
+                "final_logit_softcapping": 20.0,
+                "output_multiplier": 0.196,
+            },
+        },
     ),
     Released(
         names="DFlash2 for GLM-5.3-Flash by canada-quant and jmeadlock",

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from sglang_dflash import dflash2_format
+from sglang_dflash.dflash2_format import DFlash2
 
 MODEL_TYPE = "speculators_model_type"
 # the version whose reader the written configs are tested with
@@ -122,14 +123,18 @@ def written(
     mask_token_id: int,
     sample_from_anchor: bool,
     non_causal_windows: bool,
+    dflash2: DFlash2 | None = None,
 ) -> dict[str, Any]:
     """Return the config.json of this format, from one of the released format."""
     layers = {key: value for key, value in config.items() if key not in _NOT_OF_LAYERS}
     drafts = block_size if sample_from_anchor else block_size - 1
+    kind, architecture, sizes = "dflash", "DFlashSpeculator", {}
+    if dflash2 is not None:
+        kind, architecture, sizes = "dflash2", dflash2_format.ARCHITECTURE, dflash2.to_json()
     return {
-        MODEL_TYPE: "dflash",
+        MODEL_TYPE: kind,
         "speculators_version": VERSION,
-        "architectures": ["DFlashSpeculator"],
+        "architectures": [architecture],
         "aux_hidden_state_layer_ids": [i + 1 for i in target_layer_ids],
         "block_size": block_size,
         "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"],
@@ -137,12 +142,13 @@ def written(
         "sample_from_anchor": sample_from_anchor,
         "sliding_window_non_causal": non_causal_windows,
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
             "verifier": {"architectures": list(target_architectures), "name_or_path": target},
         },
         "transformer_layer_config": {**layers, "model_type": "qwen3"},
+        **sizes,
     }
 
 

@@ -31,6 +31,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from sglang_dflash.dflash2_format import DFlash2
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.reference import Drafter, DrafterConfig
 
@@ -155,6 +156,27 @@ def make_drafter(folder: Path, *, seed: int = 1, prefix: str = "", **changes: An
     if prefix:
         path = folder / "model.safetensors"
         save_file({prefix + name: tensor for name, tensor in load_file(path).items()}, path)
+    return folder
+
+
+def make_dflash2_drafter(folder: Path, *, seed: int = 1, **changes: Any) -> Path:
+    """Write a random DFlash2 drafter with convolutions and a selector that matter."""
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {
+        "block_size": 8,
+        "causal_windows": False,
+        "dflash2": DFlash2(conv_taps=2, conv_group_size=16, selector_rank=16, selector_top_k=8),
+        "layer_types": ("sliding_attention", "sliding_attention"),
+    }
+    make_drafter(folder, seed=seed, **{**settings, **changes})
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    for name, tensor in weights.items():
+        if name.endswith(("base_kernel", "kernel_projection.weight")):
+            weights[name] = tensor + 0.1 * torch.randn_like(tensor)
+        if name.endswith("codebook"):
+            weights[name] = torch.randn_like(tensor)
+    save_file(weights, path)
     return folder
 
 

@@ -84,6 +84,8 @@ def _to_released(
     found["dflash_config"] = {
         key: config["dflash_config"][key] for key in ("mask_token_id", "target_layer_ids")
     }
+    if spec.dflash2 is not None:
+        found["dflash_config"] |= spec.dflash2.to_json()
     # a part of the vocabulary is refused, or its head is the target's
     found.pop("draft_vocab_size", None)
     if not spec.causal_windows:
@@ -101,6 +103,12 @@ def _to_speculators(
             "The speculators format names the target that its reader takes the embedding and the "
             "head from. Pass --model-path with the drafter's target: a folder or a model name."
         )
+    if spec.dflash2 is not None and (spec.dflash2.logit_cap or spec.dflash2.output_multiplier != 1):
+        raise ValueError(
+            f"The drafter {spec.name} multiplies or caps its logits (output_multiplier, "
+            "final_logit_softcapping), which the speculators format cannot represent. "
+            "sglang_dflash serves it as it is."
+        )
     target_config = _target_config(target)
     architectures = AutoConfig.from_pretrained(target).architectures or []
     _refuse_other_scaling(spec, target_config, architectures)
@@ -113,6 +121,7 @@ def _to_speculators(
         mask_token_id=spec.mask_token_id,
         sample_from_anchor=spec.samples_from_anchor,
         non_causal_windows=not spec.causal_windows,
+        dflash2=spec.dflash2,
     )
 
 

@@ -34,13 +34,18 @@ def as_rank(rank: int, size: int) -> AbstractContextManager[Any]:
     return compat.get_parallel().override(**sizes, **{f"{group}_rank": rank for group in groups})
 
 
-def build(tp_size: int, tp_rank: int, config: Any = None) -> DFlashDraftModel:
+def build(
+    tp_size: int,
+    tp_rank: int,
+    config: Any = None,
+    model: type[DFlashDraftModel] = DFlashDraftModel,
+) -> DFlashDraftModel:
     """Return an empty drafter as rank `tp_rank` of `tp_size` builds it."""
     from sglang.srt.runtime_context import get_context
 
     config = config or AutoConfig.from_pretrained(tiny_drafter())
     with get_context().override_server_args(device="cpu"), as_rank(tp_rank, tp_size):
-        return DFlashDraftModel(config)
+        return model(config)
 
 
 def checkpoint(folder: Path | None = None) -> dict[str, Tensor]:

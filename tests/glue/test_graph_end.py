@@ -183,7 +183,12 @@ def noise_source(requests: int) -> StepRandomness:
 
 
 def captured(
-    draft_runner: Any, head: BlockHead, hidden: Tensor, randomness: StepRandomness, *sizes: int
+    draft_runner: Any,
+    head: BlockHead,
+    hidden: Tensor,
+    randomness: StepRandomness,
+    *sizes: int,
+    input_ids: Tensor | None = None,
 ) -> DraftGraphs:
     """Return draft graphs of these sizes, captured in this order from the same hidden states."""
     graphs = DraftGraphs(head)
@@ -198,7 +203,8 @@ def captured(
     hook = draft_runner.capture_tail_hooks.pop()
     for size in sizes:
         output = SimpleNamespace(hidden_states=hidden[: 4 * size])
-        hook(SimpleNamespace(capture_bs=sorted(sizes)), output, None, 4 * size)
+        batch = SimpleNamespace(input_ids=input_ids)
+        hook(SimpleNamespace(capture_bs=sorted(sizes)), output, batch, 4 * size)
     return graphs
 
 

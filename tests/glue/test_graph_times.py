@@ -137,7 +137,8 @@ def test_a_step_is_timed_with_full_blocks(
 def test_the_head_is_timed_at_several_numbers_of_drafts(clock: list[float]) -> None:
     asked = []
 
-    def draft(rows: Any, noise: Any, *, wanted: int, with_confidence: bool) -> float:
+    def draft(rows: Any, noise: Any, *, wanted: int, with_confidence: bool, anchors: Any) -> float:
+        assert anchors.shape == noise.scales.shape
         assert with_confidence
         # a tied embedding requires gradients
         assert not torch.is_grad_enabled()
@@ -146,7 +147,7 @@ def test_the_head_is_timed_at_several_numbers_of_drafts(clock: list[float]) -> N
 
     weight = torch.zeros(50, 24, dtype=torch.bfloat16)
     runtime: Any = SimpleNamespace(
-        block_head=SimpleNamespace(draft=draft),
+        block_head=SimpleNamespace(draft=draft, as_blocks=lambda drafts: (1, drafts)),
         shares_rows=True,
         target_runner=SimpleNamespace(
             model=SimpleNamespace(lm_head=SimpleNamespace(weight=weight))

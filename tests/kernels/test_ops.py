@@ -336,7 +336,8 @@ def test_index_prefixes(window: int) -> None:
 @pytest.mark.parametrize(("rows", "width"), [(2, 5), (16, 700), (5, 4100)])
 def test_reject_by_block(rows: int, width: int, dtype: torch.dtype) -> None:
     """Sampled and argmax drafts, with little, no and much noise; a drafter close to the target,
-    so that every accept length occurs; rows with NaN; a drafter that lacks every other token."""
+    so that every accept length occurs; rows with NaN; a drafter that lacks every other token, and
+    one that has the first four only, as after a selector."""
     torch.manual_seed(width)
     requests = 9
     noise = make_noise(*[0.3, 0.0, 1.5] * 3, rows=rows + 1)
@@ -347,6 +348,7 @@ def test_reject_by_block(rows: int, width: int, dtype: torch.dtype) -> None:
     near[3, bad] = float("nan")
     logits[5, 0, 0] = float("nan")
     near[2, :, 1::2] = float("-inf")
+    near[0, :, 4:] = float("-inf")
     is_sampled = torch.arange(requests, device=DEVICE) < 6
     uniforms = torch.rand(requests, rows - 1, device=DEVICE)
     lens = draw(90, requests)
@@ -354,7 +356,7 @@ def test_reject_by_block(rows: int, width: int, dtype: torch.dtype) -> None:
         both = TORCH.argmax_and_sample(near.flatten(0, 1), cap, noise)
         argmax_drafts, sampled_drafts = both.view(2, requests, rows - 1)
         drafts = torch.where(is_sampled[:, None], sampled_drafts, argmax_drafts)
-        assert (drafts[2] % 2 == 0).all()
+        assert (drafts[2] % 2 == 0).all() and (drafts[0] < 4).all()
         asked = (logits, near, drafts, argmax_drafts, noise, uniforms)
         one, two = (
             Verdict(*ops.reject_by_block(*asked, is_sampled=is_sampled, logit_cap=cap))

@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from sglang_dflash.__main__ import main
 from sglang_dflash.config import DrafterSpec
+from sglang_dflash.dflash2_format import DFlash2
 from sglang_dflash.reference import Drafter
 from tests.tiny_models import (
     HIDDEN,
     VOCAB,
+    make_dflash2_drafter,
     make_drafter,
     make_speculators_drafter,
     make_target,
@@ -99,6 +101,26 @@ def test_windows_that_are_not_causal_stay_so(tmp_path: Path, target: Path) -> No
     there = convert(back, tmp_path / "c", "--model-path", target)
     assert read(there)["sliding_window_non_causal"] is True
     same_network(source, there)
+
+
+def test_a_dflash2_drafter_survives_the_way_there_and_back(tmp_path: Path, target: Path) -> None:
+    source = make_dflash2_drafter(tmp_path / "source")
+    there = convert(source, tmp_path / "there", "--model-path", target)
+    # of speculators 0.9.0
+    sizes = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
+    assert set(read(there)) <= CONFIG_FIELDS | sizes
+    assert read(there)["speculators_model_type"] == "dflash2"
+    same_network(source, there)
+    same_network(source, convert(there, tmp_path / "back", "--model-path", target))
+
+
+def test_logits_that_one_format_cannot_multiply_are_told(
+    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"conv_taps": 2, "conv_group_size": 16, "selector_rank": 4, "selector_top_k": 4}
+    source = make_dflash2_drafter(tmp_path / "a", dflash2=DFlash2(**sizes, logit_cap=20.0))
+    assert main(["convert", str(source), str(tmp_path / "b"), "--model-path", str(target)]) == 1
+    assert "caps its logits" in capsys.readouterr().out
 
 
 def test_a_head_that_is_a_copy_of_the_targets_is_left_out(tmp_path: Path, target: Path) -> None:

@@ -73,8 +73,12 @@ DFLASH2 = {
 def test_dflash2_is_read_with_the_defaults_of_its_library(raw: dict[str, Any]) -> None:
     del raw["sliding_window_non_causal"], raw["sample_from_anchor"]
     oracle = DrafterConfig.from_json(raw | DFLASH2)
-    assert oracle.dflash2 == DFlash2(
-        conv_taps=2, conv_group_size=16, selector_rank=8, selector_top_k=4
+    spec = DrafterSpec.from_config(raw | DFLASH2, name="drafter")
+    assert not spec.causal_windows and not spec.scales_embedding
+    assert (
+        oracle.dflash2
+        == spec.dflash2
+        == DFlash2(conv_taps=2, conv_group_size=16, selector_rank=8, selector_top_k=4)
     )
     assert not oracle.causal_windows and not oracle.scale_embedding
 
@@ -91,9 +95,10 @@ def test_dflash2_is_read_with_the_defaults_of_its_library(raw: dict[str, Any]) -
 def test_dflash2_that_cannot_be_run_is_refused(
     raw: dict[str, Any], changes: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(ValueError, match="some/drafter") as refused:
-        DrafterConfig.from_json(raw | DFLASH2 | changes, name="some/drafter")
-    assert named in str(refused.value)
+    for read in (DrafterConfig.from_json, DrafterSpec.from_config):
+        with pytest.raises(ValueError, match="some/drafter") as refused:
+            read(raw | DFLASH2 | changes, name="some/drafter")
+        assert named in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,8 @@ class DraftLayer(nn.Module):
 class DFlashDraftModel(nn.Module):
     """The drafter. `share_embedding` must be called before the first forward."""
 
+    layer_class = DraftLayer
+
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__()
         _undo_padding(config)
@@ -190,7 +192,7 @@ class DFlashDraftModel(nn.Module):
         self.fc = nn.Linear(num_features * spec.hidden_size, spec.hidden_size, bias=False)
         self.hidden_norm = compat.RMSNorm(spec.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(
-            DraftLayer(config, spec, layer, quant_config) for layer in range(spec.num_layers)
+            self.layer_class(config, spec, layer, quant_config) for layer in range(spec.num_layers)
         )
         self.norm = compat.RMSNorm(spec.hidden_size, eps=config.rms_norm_eps)
         self.own_head = None if spec.own_vocab_size is None else OwnHead(spec)

@@ -31,7 +31,7 @@ class DraftHead:
         self._ops = ops
         self._start = shard.org_vocab_start_index if shard is not None else 0
         self._size = shard.num_org_elements if shard is not None else vocab_size
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._group = compat.get_tp_group() if shard is not None else None
 
     def allocate_logits(self, rows: int) -> Tensor:
@@ -56,7 +56,7 @@ class DraftHead:
         # with their padding all shards have the same size; it follows the last token
         padding = self._head.weight.shape[0] - logits.shape[1]
         padded = torch.nn.functional.pad(logits, (0, padding))
-        return self._group.all_gather(padded, dim=-1)[:, : self._vocab_size]
+        return self._group.all_gather(padded, dim=-1)[:, : self.vocab_size]
 
     def choose(self, logits: Tensor, *, logit_cap: float, noise: Noise | None) -> Tensor:
         """Return the argmax of each row of logits and, with noise, a sampled token;
@@ -84,6 +84,22 @@ class DraftHead:
         both = torch.stack((highest, highest - peaks.log()))[None]
         highest, lse = self._group.all_gather(both, dim=0).unbind(dim=1)
         return (highest.amax(dim=0) - lse.logsumexp(dim=0)).exp()
+
+    def candidates(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return the highest logits of each row and their tokens, from this rank's; both
+        [n, count], in descending order."""
+        if self.sees_all:
+            values, tokens = logits.topk(count)
+            return values, tokens
+        assert self._group is not None
+        values, tokens = logits.topk(min(count, logits.shape[1]))
+        # a shard may have fewer tokens
+        room = (0, count - values.shape[1])
+        values = torch.nn.functional.pad(values, room, value=float("-inf"))
+        tokens = torch.nn.functional.pad(tokens + self._start, room)
+        values, tokens = (self._group.all_gather(each, dim=-1) for each in (values, tokens))
+        values, order = values.topk(count)
+        return values, tokens.gather(-1, order)
 
     @property
     def sees_all(self) -> bool:
@@ -153,6 +169,14 @@ class BlockHead:
     is left out, since a block has room for one draft fewer than rows.
     """
 
+    # whether drafts depend on the anchors beyond the hidden states
+    needs_anchors = False
+
+    @property
+    def may_end_graphs(self) -> bool:
+        """Whether what a draft graph leaves in its buffers is enough for every step."""
+        return True
+
     def __init__(
         self, head: Head, *, block_size: int, logit_cap: float, from_anchor: bool = False
     ) -> None:
@@ -160,6 +184,10 @@ class BlockHead:
         self.block_size = block_size
         self._logit_cap = logit_cap
         self._first = 0 if from_anchor else 1
+
+    def as_blocks(self, drafts: int) -> tuple[int, int]:
+        """Return requests and drafts of each, to time this head with at least so many drafts."""
+        return 1, drafts
 
     def allocate_logits(self, requests: int) -> Tensor:
         """Return a buffer for the logits of `requests` blocks, without anchors."""
@@ -173,7 +201,13 @@ class BlockHead:
         return rows.clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
     def draft_blocks(
-        self, hidden: Tensor, noise: Noise | None, *, wanted: int, with_confidence: bool = False
+        self,
+        hidden: Tensor,
+        noise: Noise | None,
+        *,
+        wanted: int,
+        with_confidence: bool = False,
+        anchors: Tensor | None = None,  # [b] int64
     ) -> Drafted:
         """Return what `draft` does, from the hidden states of whole blocks."""
         if hidden.device.type != "cpu" or wanted < self.block_size - 1:
@@ -199,6 +233,7 @@ class BlockHead:
         *,
         wanted: int,
         with_confidence: bool = False,
+        anchors: Tensor | None = None,  # [b] int64
         out: Tensor | None = None,  # for the logits
     ) -> Drafted:
         """Return the drafts of masked rows."""

@@ -121,14 +121,22 @@ class BatchHost:
             if found is None:
                 hidden = result.logits_output.hidden_states
                 found = head.draft_blocks(
-                    hidden, noise, wanted=wanted, with_confidence=with_confidence
+                    hidden,
+                    noise,
+                    wanted=wanted,
+                    with_confidence=with_confidence,
+                    anchors=context.anchors,
                 )
         else:
             results = (self._run_drafter(turn, context, masked) for turn in turns)
             # copied turn by turn: the next one overwrites the graph's output
             rows = [head.masked_rows(r.logits_output.hidden_states, wanted) for r in results]
             found = head.draft(
-                torch.cat(rows), noise, wanted=wanted, with_confidence=with_confidence
+                torch.cat(rows),
+                noise,
+                wanted=wanted,
+                with_confidence=with_confidence,
+                anchors=context.anchors,
             )
         drafts, logits, confidence = found
         return DraftOutput(

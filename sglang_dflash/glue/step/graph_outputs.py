@@ -126,10 +126,12 @@ class DraftGraphs:
         """Add the tail to the graphs, with the head up to `max_with_head` requests; call before any
         of them is captured."""
         wanted = self._head.block_size - 1
+        if not self._head.may_end_graphs:
+            max_with_head = 0
         sure = torch.zeros(max_requests, wanted, device=draft_runner.device)
         drafts = torch.zeros(2, max_requests, wanted, dtype=torch.int64, device=draft_runner.device)
 
-        def tail(runner: Any, output: Any, _forward_batch: Any, _num_tokens: int) -> None:
+        def tail(runner: Any, output: Any, forward_batch: Any, _num_tokens: int) -> None:
             hidden = output.hidden_states
             size = hidden.shape[0] // self._head.block_size
             self._largest = max(runner.capture_bs)
@@ -145,8 +147,16 @@ class DraftGraphs:
             rows, out = self._head.masked_rows(hidden, wanted), outputs.logits[: size * wanted]
             # sharded logits are gathered to sample, which would slow greedy steps, too
             noise = randomness.for_batch(size) if self._head.sees_all else None
+            anchors = None
+            if self._head.needs_anchors:
+                anchors = forward_batch.input_ids[:: self._head.block_size]
             found = self._head.draft(
-                rows, noise, wanted=wanted, with_confidence=with_confidence, out=out
+                rows,
+                noise,
+                wanted=wanted,
+                with_confidence=with_confidence,
+                anchors=anchors,
+                out=out,
             )
             outputs.drafts[:, :size] = found.drafts
             if outputs.confidence is not None and found.confidence is not None:

@@ -55,13 +55,16 @@ def time_head(runtime: DFlashRuntime) -> dict[int, float]:
     weight = runtime.target_runner.model.lm_head.weight
     found = {}
     for drafts in HEAD_DRAFTS:
-        rows = weight.new_zeros(drafts, weight.shape[1])
-        noise = Noise(
-            torch.zeros(1, drafts, dtype=torch.int64, device=weight.device),
-            torch.zeros(1, device=weight.device),
-        )
+        requests, wanted = head.as_blocks(drafts)
+        rows = weight.new_zeros(requests * wanted, weight.shape[1])
+        keys = torch.zeros(requests, wanted, dtype=torch.int64, device=weight.device)
         call = functools.partial(
-            head.draft, rows, noise, wanted=drafts, with_confidence=runtime.shares_rows
+            head.draft,
+            rows,
+            Noise(keys, torch.zeros(requests, device=weight.device)),
+            wanted=wanted,
+            with_confidence=runtime.shares_rows,
+            anchors=keys[:, 0],
         )
         found[drafts] = _replay_ms(call)
     return found

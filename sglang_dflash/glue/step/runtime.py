@@ -13,6 +13,7 @@ from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 from sglang_dflash.glue.models.embedding import input_embedding
 from sglang_dflash.glue.models.heads import BlockHead, DraftHead, VerifyHead
 from sglang_dflash.glue.models.own_head import OwnDraftHead
+from sglang_dflash.glue.models.selector_head import SelectorHead
 from sglang_dflash.glue.sampling.penalties import PenaltyTable
 from sglang_dflash.glue.sampling.row_sampler import RowSampler
 from sglang_dflash.glue.startup import ranks
@@ -42,23 +43,12 @@ class DFlashRuntime:
         self.draft_runner = draft_runner
         target_model = self.target_runner.model
         draft_runner.model.share_embedding(input_embedding(target_model))
-        vocab_size, own_head = config.drafter.vocab_size, draft_runner.model.own_head
-        draft_head = (
-            DraftHead(target_model, vocab_size, ops)
-            if own_head is None
-            else OwnDraftHead(own_head, vocab_size, ops)
-        )
         device_type = torch.device(draft_runner.device).type
         # torch.cuda; on a CPU torch.cpu, whose streams are no-ops: everything runs in order
         self.device_module = torch.get_device_module(device_type)
         self.plan_stream = self.device_module.Stream() if config.overlap.plan_stream else None
         self.verify_head = VerifyHead(target_model, ops, device_type=device_type)
-        self.block_head = BlockHead(
-            draft_head,
-            block_size=config.block_size,
-            logit_cap=self.verify_head.cap,
-            from_anchor=config.drafter.samples_from_anchor,
-        )
+        self.block_head = self._block_head(ops)
         self.row_sampler = RowSampler(
             self.target_runner.sampler,
             self.verify_head,
@@ -82,6 +72,21 @@ class DFlashRuntime:
             draft_token_num=config.block_size,
             capture_hidden_mode=compat.CaptureHiddenMode.NULL,
         )
+
+    def _block_head(self, ops: Ops) -> BlockHead:
+        model, drafter = self.draft_runner.model, self.config.drafter
+        how: dict[str, Any] = {
+            "block_size": self.config.block_size,
+            "logit_cap": self.verify_head.cap,
+        }
+        if model.own_head is not None:
+            own = OwnDraftHead(model.own_head, drafter.vocab_size, ops)
+            return BlockHead(own, from_anchor=drafter.samples_from_anchor, **how)
+        head = DraftHead(self.target_runner.model, drafter.vocab_size, ops)
+        if drafter.dflash2 is None:
+            return BlockHead(head, from_anchor=drafter.samples_from_anchor, **how)
+        model.run_blocks_of(self.config.block_size)
+        return SelectorHead(head, model.candidate_selector, **how)
 
     def allocate(self, max_requests: int) -> None:
         """Allocate the step's buffers, once it is known how many requests may run."""

@@ -17,6 +17,7 @@ from sglang_dflash.environment import WIDTH, Environment
 from sglang_dflash.glue import changes, compat, release, seams
 from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 from sglang_dflash.glue.after_step.request_end import count_steps_in
+from sglang_dflash.glue.models.dflash2_model import DFlash2DraftModel
 from sglang_dflash.glue.models.draft_model import DFlashDraftModel, tell_heads_of_each_rank
 from sglang_dflash.glue.models.embedding import input_embedding
 from sglang_dflash.glue.models.gemma4_layers import describe_layers, install_fused_layers
@@ -82,12 +83,9 @@ class DFlashWorker(compat.BaseSpecWorker):
         alarm = AcceptanceAlarm.from_environment(Environment(), self.config.block_size)
         self.book = Bookkeeping(self.config.block_size, device_type, alarm)
         count_steps_in(self.book)
+        model = DFlashDraftModel if self.config.drafter.dflash2 is None else DFlash2DraftModel
         changes.enter(
-            compat.ModelRegistry,
-            "models",
-            "DFlashDraftModel",
-            DFlashDraftModel,
-            why="drafters load as our model",
+            compat.ModelRegistry, "models", model.__name__, model, why="drafters load as our model"
         )
         bundle = seams.build_drafter(
             target_worker,

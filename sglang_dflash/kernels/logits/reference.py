@@ -28,12 +28,20 @@ def gumbel(
     keys: Tensor,  # [n] int64
     width: int,
 ) -> Tensor:
-    """Return Gumbel noise that depends only on its row's key and its column, [n, width] fp32.
+    """Return Gumbel noise that depends only on its row's key and its column, [n, width] fp32."""
+    return gumbel_at(keys, torch.arange(width, dtype=torch.int32, device=keys.device))
+
+
+def gumbel_at(
+    keys: Tensor,  # [n] int64
+    columns: Tensor,  # [width] or [n, width], of any integers
+) -> Tensor:
+    """Return the noise of some columns, [n, width] fp32.
 
     Hashed in 32-bit integers with wraparound.
     """
     low, high = (_word(keys >> shift)[:, None] for shift in (0, 32))
-    h = torch.arange(width, dtype=torch.int32, device=keys.device) * _SIGNED[0] + low
+    h = columns.int() * _SIGNED[0] + low
     _mix(h, 16, _SIGNED[1])
     _mix(h, 13, _SIGNED[2])
     _mix(h, 16).add_(high)
