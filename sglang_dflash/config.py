@@ -10,13 +10,16 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sglang_dflash import dflash2_format, drafter_config
+from sglang_dflash import dflash2_format, drafter_config, mask_embedding
 from sglang_dflash.dflash2_format import DFlash2
 from sglang_dflash.drafter_config import FULL, PLAIN, SLIDING, SUPPORTED_LAYER_TYPES
 from sglang_dflash.environment import DFLASH_SPEC_V2, SPEC_V2, Environment
 from sglang_dflash.safetensors_header import read_safetensors_header
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NON_CAUSAL_SLIDING = "non-causal sliding_attention"
 
@@ -170,6 +173,15 @@ class DrafterSpec:
         """Return whether this layer is causal within the block."""
         return self.causal_windows and self.layer_types[layer] == SLIDING
 
+    def mask_embedding(self, folder: Path) -> Tensor | None:
+        """Return the learned embedding of the mask token, None if the target's is used."""
+        return mask_embedding.read(
+            folder,
+            name=self.name,
+            mask_token_id=self.mask_token_id,
+            hidden_size=self.hidden_size,
+        )
+
     def shards(self, tp_size: int) -> int:
         """Return over how many of the ranks the drafter is divided: over all of them, or over none
         (1), because its heads or its MLP are not divisible. Every rank then holds all of it."""
@@ -305,13 +317,13 @@ def check_pair(drafter: DrafterSpec, target: TargetSpec) -> None:
 
 
 def check_features(drafter: DrafterSpec, folder: Path, *, target: TargetSpec) -> None:
-    """Raise ValueError if the drafter's weights are incomplete or expect other features, or a file
-    beside them changes the network.
+    """Raise ValueError if the drafter's weights are incomplete or expect other features, or its
+    mask embedding is not one.
 
     Reads only the headers of the safetensors files. A folder without weights passes: dummy weights
     take their shapes from the config.
     """
-    drafter_config.refuse_files((path.name for path in folder.iterdir()), name=drafter.name)
+    drafter.mask_embedding(folder)
     headers = [read_safetensors_header(path) for path in sorted(folder.glob("*.safetensors"))]
     names = ("fc.weight", "model.fc.weight")
     shapes = [header[name]["shape"] for header in headers for name in names if name in header]

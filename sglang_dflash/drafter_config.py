@@ -6,7 +6,7 @@ accept length, because the target corrects whatever a drafter proposes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sglang_dflash import dflash2_format, speculators_format
@@ -14,7 +14,6 @@ from sglang_dflash import dflash2_format, speculators_format
 FULL, SLIDING = "full_attention", "sliding_attention"
 SUPPORTED_LAYER_TYPES = (FULL, SLIDING)
 NON_CAUSAL = "sliding_window_non_causal"
-MASK_EMBEDDING = "mask_embedding.pt"
 PLAIN = "DFlashDraftModel"
 ARCHITECTURES = (PLAIN, dflash2_format.ARCHITECTURE)
 
@@ -141,15 +140,6 @@ def read(config: Mapping[str, Any], *, name: str) -> Mapping[str, Any]:
         config = speculators_format.translate(config, name=name)
     refuse_unknown(config, name=name)
     return config
-
-
-def refuse_files(names: Iterable[str], *, name: str) -> None:
-    """Raise ValueError for a file of a drafter that changes the network."""
-    if MASK_EMBEDDING in names:
-        raise ValueError(
-            f"The drafter {name} has a learned {MASK_EMBEDDING}, which sglang_dflash does not "
-            "support. Use a drafter whose mask is a token of the target."
-        )
 
 
 def own_vocab_size(config: Mapping[str, Any]) -> int | None:

@@ -1,6 +1,6 @@
 """Released DFlash drafters, for the table in docs/drafters.md.
 
-Of each: what its config.json says beyond a plain drafter's, files beside it, and its target.
+Of each: what its config.json says beyond a plain drafter's, and its target.
 Whether it is served follows from the checks that a server runs. From model cards and public
 configs; `unseen` says where a config.json was not public.
 """
@@ -101,7 +101,6 @@ class Released:
     config: Mapping[str, Any] = field(default_factory=dict)  # replaces entries of PLAIN
     is_speculators: bool = False  # the config replaces entries of IN_SPECULATORS instead
     target: Target | None = None  # None where only the drafter is in question
-    files: tuple[str, ...] = ()  # beside config.json and weights
     tested: str = ""  # where a tiny pair of this kind runs
     unseen: str = ""  # why the config.json is not known
 
@@ -138,7 +137,9 @@ RELEASED = (
         names="poolside Laguna",
         config={"architectures": ["DFlashLagunaForCausalLM"], "gating": "per-head"},
     ),
-    Released(names="XiaomiMiMo MiMo-V2.5-Pro-FP4-DFlash", files=("mask_embedding.pt",)),
+    Released(
+        names="XiaomiMiMo MiMo-V2.5-Pro-FP4-DFlash", unseen="it is in a folder of the target's"
+    ),
     Released(
         names="RedHatAI Qwen3-8B-speculator.dflash",
         is_speculators=True,
@@ -196,6 +197,5 @@ RELEASED = (
     Released(
         names="DFlash2 for GLM-5.3-Flash by canada-quant and jmeadlock",
         config=DFLASH2,
-        files=("mask_embedding.pt",),
     ),
 )

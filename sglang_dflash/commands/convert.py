@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from sglang_dflash import drafter_config, speculators_format
+from sglang_dflash import drafter_config, mask_embedding, speculators_format
 from sglang_dflash.checkpoint import check_checkpoint
 from sglang_dflash.config import DrafterSpec
 from sglang_dflash.speculators_format import HEAD, OFFSETS
@@ -44,6 +44,11 @@ def convert(source: Path, destination: Path, *, target: str | None) -> str:
     raw = _read_config(source)
     if destination.exists():
         raise ValueError(f"{destination} exists already. Pass a folder that does not, as DST.")
+    if (source / mask_embedding.FILE).exists():
+        raise ValueError(
+            f"The drafter {source} has a learned {mask_embedding.FILE}, which the speculators "
+            "format cannot represent. sglang_dflash serves it as it is."
+        )
     config = drafter_config.read(raw, name=str(source))
     spec = DrafterSpec.from_loaded(config, name=str(source))
     check_checkpoint(str(source), role="drafter")

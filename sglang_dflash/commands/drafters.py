@@ -6,7 +6,6 @@ import json
 import tempfile
 from pathlib import Path
 
-from sglang_dflash import drafter_config
 from sglang_dflash.config import DrafterSpec
 from sglang_dflash.glue import compat
 from sglang_dflash.glue.startup.feature_capture import refuse_recurrent
@@ -15,7 +14,7 @@ from sglang_dflash.released_drafters import RELEASED, Released, Target
 HEAD = """# Released drafters
 
 Written by `python -m sglang_dflash drafters`. The verdicts come from the checks that a
-server runs, applied to the drafter's files, its target's class, and what its `config.json` has
+server runs, applied to the class of the drafter's target and to what its `config.json` has
 beyond that of a plain drafter (`sglang_dflash/released_drafters.py`). A drafter is "served" if a
 test, which the last column names, runs a tiny pair of its kind and compares the drafts with the
 oracle's. It is "accepted" if nothing of its kind was run. The tests do not run released weights.
@@ -52,7 +51,6 @@ def why_refused(released: Released) -> str | None:
     """Return why a server would refuse a drafter, or its target; None if it would not."""
     try:
         DrafterSpec.from_config(released.config_json(), name="itself")
-        drafter_config.refuse_files(released.files, name="itself")
         if released.target is not None:
             refuse_recurrent(_config_of(released.target), name=released.target.model_type)
     except ValueError as error:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sglang_dflash import drafter_config, speculators_format
+from sglang_dflash import mask_embedding, speculators_format
 from sglang_dflash.reference.config import FULL, SLIDING, DrafterConfig
 from sglang_dflash.reference.dflash2 import BlockConvolution, CandidateSelector
 from sglang_dflash.reference.rope import Rope
@@ -211,6 +211,7 @@ class Drafter(nn.Module):
             self.candidate_selector = CandidateSelector(
                 config.dflash2, hidden_size=config.hidden_size, vocab_size=config.vocab_size
             )
+        self.mask_row: Tensor | None = None  # [H], a learned embedding; None for the target's
         self.lm_head: nn.Linear | None = None
         if config.draft_vocab_size is not None:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -223,11 +224,16 @@ class Drafter(nn.Module):
         target_embedding: nn.Module,
         token_ids: Tensor,  # [...] int64
     ) -> Tensor:
-        """Return the target's embedding of block tokens, [..., H]."""
+        """Return the target's embedding of block tokens, [..., H], or a learned one of the mask."""
         if self.config.scale_embedding:
             # the module, not its weight: some targets scale embeddings in its forward
-            return target_embedding(token_ids)
-        return F.embedding(token_ids, cast(Tensor, target_embedding.weight))
+            found = target_embedding(token_ids)
+        else:
+            found = F.embedding(token_ids, cast(Tensor, target_embedding.weight))
+        if self.mask_row is None:
+            return found
+        is_mask = (token_ids == self.config.mask_token_id)[..., None]
+        return torch.where(is_mask, self.mask_row.to(found), found)
 
     def drafted_rows(
         self,
@@ -341,7 +347,6 @@ class Drafter(nn.Module):
         folder = Path(folder)
         raw = json.loads((folder / "config.json").read_text())
         config = DrafterConfig.from_json(raw, name=str(folder))
-        drafter_config.refuse_files((path.name for path in folder.iterdir()), name=str(folder))
         weights: dict[str, Tensor] = {}
         for shard in sorted(folder.glob("*.safetensors")):
             weights.update(load_file(shard))
@@ -351,6 +356,12 @@ class Drafter(nn.Module):
                 weights, whole_vocabulary=config.draft_vocab_size is None
             )
         drafter.load_state_dict({k.removeprefix("model."): v for k, v in weights.items()})
+        drafter.mask_row = mask_embedding.read(
+            folder,
+            name=str(folder),
+            mask_token_id=config.mask_token_id,
+            hidden_size=config.hidden_size,
+        )
         return drafter.to(dtype).eval().requires_grad_(False)
 
     def save_pretrained(self, folder: str | Path) -> None:

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from sglang_dflash import mask_embedding
 from sglang_dflash.reference.model import FULL, SLIDING, DrafterConfig
 
 FEATURE_LAYERS = 5
@@ -70,6 +71,11 @@ def read_drafter_config(folder: Path, target: PretrainedConfig) -> DrafterConfig
             f"--init-from {folder} has a head of its own, or samples from the anchor, but training "
             "needs a drafter that shares the target's head and predicts each row's own token. Pass "
             "another drafter, or train a new one without --init-from."
+        )
+    if (folder / mask_embedding.FILE).exists():
+        raise ValueError(
+            f"--init-from {folder} has a learned {mask_embedding.FILE}, which the trainer cannot "
+            "train. Pass another drafter, or train a new one without --init-from."
         )
     if config.dflash2 is not None:
         raise ValueError(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sglang_dflash.dflash2_format import DFlash2
 from sglang_dflash.pairs import tiny_drafter, tiny_target
@@ -65,15 +65,25 @@ def translate(folder: Path) -> None:
     path.write_text(json.dumps(found))
 
 
+def learn_mask(folder: Path, target: PreTrainedModel) -> None:
+    """Write a learned embedding of the mask token, near the target's."""
+    token = json.loads((folder / "config.json").read_text())["dflash_config"]["mask_token_id"]
+    row = target.get_input_embeddings().weight[token].detach()
+    row = row + 0.3 * row.std() * torch.randn_like(row)
+    torch.save({"mask_token_id": token, "embedding": row}, folder / "mask_embedding.pt")
+
+
 class Pair:
     def __init__(self, kind: str, folder: Path, prompts: list[list[int]]) -> None:
         self.folder, self.prompts = folder, prompts
         is_speculators = kind == "speculators"
         settings = SETTINGS if is_speculators else replace(SETTINGS, **TRANSFORMS)
         drafter = make_dflash2_drafter(folder / "drafter", settings)
+        self.target = AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.float32)
         if is_speculators:
             translate(drafter)
-        self.target = AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.float32)
+        else:
+            learn_mask(drafter, self.target)
         self.drafter = Drafter.from_pretrained(drafter)
         self.server = Server(
             *SHAPE,

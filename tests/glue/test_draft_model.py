@@ -149,3 +149,23 @@ def test_a_drafter_that_ranks_cannot_share_is_whole_on_each(
         assert (found.get_num_attention_heads(2), found.get_num_kv_heads(2)) == heads
         own = model.layers[0].self_attn.attn
         assert (own.tp_q_head_num, own.tp_k_head_num) == heads
+
+
+class Scaled(torch.nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 3.0
+
+
+@torch.no_grad()
+def test_a_learned_mask_takes_the_place_of_the_targets() -> None:
+    model = build(1, 0)
+    mask, size = model.spec.mask_token_id, model.spec.hidden_size
+    embedding, row = torch.nn.Embedding(model.spec.vocab_size, size), torch.randn(size)
+    model.share_embedding(embedding, row)
+    assert model._embed is not None
+    found = model._embed(torch.tensor([mask + 1, mask]))
+    assert torch.equal(found, torch.stack([embedding.weight[mask + 1], row]))
+    model.share_embedding(embedding)
+    assert model._embed is embedding
+    with pytest.raises(ValueError, match="the target scales its embeddings"):
+        model.share_embedding(Scaled(model.spec.vocab_size, size), row)

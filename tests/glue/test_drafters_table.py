@@ -30,7 +30,6 @@ def test_a_drafter_is_tested_or_said_not_to_be(released: Released) -> None:
         (Released(names="plain", target=QWEN3), None),
         (Released(names="bias", config={"mlp_bias": True}), "mlp_bias True"),
         (Released(names="hybrid", target=QWEN3_NEXT), "linear-attention"),
-        (Released(names="mask", files=("mask_embedding.pt",)), "mask_embedding.pt"),
         (
             Released(names="other", is_speculators=True, config={"speculators_model_type": "mtp"}),
             "type 'mtp'",

@@ -35,6 +35,7 @@ ALLOWED = {
     "safetensors_header": set(),
     "checkpoint": {"safetensors_header"},
     "dflash2_format": set(),
+    "mask_embedding": set(),
     "speculators_format": {"dflash2_format"},
     "released_drafters": set(),
     "released_pairs": set(),
@@ -42,7 +43,13 @@ ALLOWED = {
     "environment": set(),
     "heartbeat": set(),
     "interrupt": set(),
-    "config": {"dflash2_format", "drafter_config", "environment", "safetensors_header"},
+    "config": {
+        "dflash2_format",
+        "drafter_config",
+        "environment",
+        "mask_embedding",
+        "safetensors_header",
+    },
     "draft_backends": {"config", "drafter_config"},
     "metrics": {"environment"},
     # the server harness sums the meter's counts
@@ -89,6 +96,7 @@ ALLOWED = {
         "glue",
         "kernels",
         "metrics",
+        "mask_embedding",
         "reference",
         "released_drafters",
         "released_pairs",
@@ -100,10 +108,16 @@ ALLOWED = {
     },
     "__main__": {"__version__", "commands", "interrupt", "train"},
     # an oracle shares no arithmetic with the code it judges, only the list of accepted configs
-    "reference": {"dflash2_format", "drafter_config", "reference", "speculators_format"},
+    "reference": {
+        "dflash2_format",
+        "drafter_config",
+        "mask_embedding",
+        "reference",
+        "speculators_format",
+    },
     "pairs": {"environment", "interrupt", "pairs"},
     # the trainer is for any target: it knows neither the shipped pairs nor the tiny one's corpus
-    "train": {"interrupt", "reference", "train"},
+    "train": {"interrupt", "mask_embedding", "reference", "train"},
     # templates and tables; prompts and chats are generated without torch, so without the trainer
     "pairs/tiny_corpus": {"pairs/tiny_corpus"},
     "pairs/save": {"reference"},

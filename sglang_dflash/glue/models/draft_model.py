@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sglang_dflash import speculators_format
 from sglang_dflash.config import DrafterSpec
 from sglang_dflash.glue import changes, compat, seams
-from sglang_dflash.glue.models.embedding import unscaled
+from sglang_dflash.glue.models.embedding import masked, refuse_scaling, unscaled
 from sglang_dflash.glue.models.own_head import OwnHead
 
 # checkpoint name -> (our fused parameter, shard of it)
@@ -198,10 +198,15 @@ class DFlashDraftModel(nn.Module):
         self.own_head = None if spec.own_vocab_size is None else OwnHead(spec)
         self._embed: Callable[[Tensor], Tensor] | None = None
 
-    def share_embedding(self, embedding: nn.Module) -> None:
+    def share_embedding(self, embedding: nn.Module, mask: Tensor | None = None) -> None:
         """Embed block tokens with the target's embedding, including its scaling if the drafter was
-        trained with it."""
-        self._embed = embedding if self.spec.scales_embedding else unscaled(embedding)
+        trained with it. `mask` [H] takes the place of the mask token's."""
+        embed = embedding if self.spec.scales_embedding else unscaled(embedding)
+        if mask is not None:
+            if self.spec.scales_embedding:
+                refuse_scaling(embedding, self.spec.name)
+            embed = masked(embed, self.spec.mask_token_id, mask.to(self.fc.weight))
+        self._embed = embed
 
     def get_attention_sliding_window_size(self) -> int | None:
         """Return the sliding window as SGLang counts it, without the query token."""

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sglang_dflash.glue import compat
@@ -35,3 +36,28 @@ def unscaled(embedding: nn.Module) -> Callable[[Tensor], Tensor]:
     if isinstance(embedding, compat.VocabParallelEmbedding):
         return functools.partial(compat.VocabParallelEmbedding.forward, embedding)
     return lambda ids: nn.functional.embedding(ids, embedding.get_parameter("weight"))
+
+
+def masked(
+    embed: Callable[[Tensor], Tensor],
+    token: int,
+    row: Tensor,  # [H]
+) -> Callable[[Tensor], Tensor]:
+    """Return an embedding in which one token has another row."""
+
+    def forward(ids: Tensor) -> Tensor:
+        return torch.where((ids == token)[..., None], row, embed(ids).to(row.dtype))
+
+    return forward
+
+
+@torch.no_grad()
+def refuse_scaling(embedding: nn.Module, name: str) -> None:
+    """Raise ValueError if a target scales its embedding."""
+    some = torch.arange(2, device=embedding.get_parameter("weight").device)
+    if not torch.equal(embedding(some), unscaled(embedding)(some)):
+        raise ValueError(
+            f"The drafter {name} has a learned embedding of the mask token, and the target scales "
+            "its embeddings. Whether the learned one was trained with the scale is not known, so "
+            "sglang_dflash does not serve this pair. Use a drafter without one."
+        )

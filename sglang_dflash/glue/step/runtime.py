@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class DFlashRuntime:
         self.target_runner = target_worker.model_runner
         self.draft_runner = draft_runner
         target_model = self.target_runner.model
-        draft_runner.model.share_embedding(input_embedding(target_model))
+        mask = config.drafter.mask_embedding(Path(config.drafter.name))
+        draft_runner.model.share_embedding(input_embedding(target_model), mask)
         device_type = torch.device(draft_runner.device).type
         # torch.cuda; on a CPU torch.cpu, whose streams are no-ops: everything runs in order
         self.device_module = torch.get_device_module(device_type)
