@@ -7,6 +7,7 @@ no server runs.
 
 from __future__ import annotations
 
+import logging
 import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILE = "mask_embedding.pt"
+
+logger = logging.getLogger(__name__)
+
+
+def find(drafter: str) -> Path:
+    """Return the folder in which the file of a drafter would be. For a name on the Hub, from where
+    SGLang fetches weights and configs only, fetch the file first, if there is one."""
+    folder = Path(drafter)
+    if folder.is_dir():
+        return folder
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(drafter, FILE)).parent
+    except (EntryNotFoundError, HfHubHTTPError, OSError) as error:
+        # otherwise the Hub has answered that there is none
+        if isinstance(error, LocalEntryNotFoundError) or not isinstance(error, EntryNotFoundError):
+            logger.info(
+                "The Hub does not tell whether the drafter %s has a %s (%s). If it has, pass the "
+                "folder of a copy with it: acceptance will be low without.",
+                drafter,
+                FILE,
+                type(error).__name__,
+            )
+    return folder
 
 
 def read(folder: str | Path, *, name: str, mask_token_id: int, hidden_size: int) -> Tensor | None:

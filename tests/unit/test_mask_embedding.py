@@ -34,6 +34,25 @@ def test_it_is_read_if_there_is_one(tmp_path: Path) -> None:
     assert found is not None and torch.equal(found, GOOD["embedding"])
 
 
+def test_it_is_found_in_the_cache_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    caplog.set_level("INFO")
+    assert mask_embedding.find(str(tmp_path)) == tmp_path and not caplog.messages
+    assert read(mask_embedding.find("some/drafter")) is None
+    [line] = caplog.messages
+    assert "does not tell whether the drafter some/drafter has a mask_embedding.pt" in line
+    commit = "0" * 40
+    folder = tmp_path / "models--some--drafter"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    write(folder / "snapshots" / commit, GOOD)
+    assert read(mask_embedding.find("some/drafter")) is not None
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from sglang_dflash import mask_embedding
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.glue import compat
@@ -43,7 +43,7 @@ class DFlashRuntime:
         self.target_runner = target_worker.model_runner
         self.draft_runner = draft_runner
         target_model = self.target_runner.model
-        mask = config.drafter.mask_embedding(Path(config.drafter.name))
+        mask = config.drafter.mask_embedding(mask_embedding.find(config.drafter.name))
         draft_runner.model.share_embedding(input_embedding(target_model), mask)
         device_type = torch.device(draft_runner.device).type
         # torch.cuda; on a CPU torch.cpu, whose streams are no-ops: everything runs in order
