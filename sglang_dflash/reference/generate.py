@@ -53,7 +53,7 @@ class Decoding:
     is committed, but neither model has seen it yet."""
 
     token_ids: list[int]  # prompt and committed tokens
-    cache: DynamicCache
+    cache: DynamicCache | Rerun
     context: ContextKV  # [1, start, ...]
 
     @property
@@ -111,14 +111,36 @@ def _context_rows(drafter: Drafter, features: Tensor, *, first: int) -> ContextK
     return drafter.context_kv(projected, positions)
 
 
+class Rerun:
+    """In place of a cache, where a target's recurrent state cannot be cropped: the tokens so far,
+    all of which run again with every step."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+
+    def crop(self, length: int) -> None:
+        del self.token_ids[length:]
+
+
+def _is_recurrent(target: PreTrainedModel) -> bool:
+    kinds = getattr(target.config.get_text_config(), "layer_types", None)
+    return "linear_attention" in (kinds or ())
+
+
 class TargetOutput(NamedTuple):
     logits: Tensor  # [1, T, V]
     hidden_states: tuple[Tensor, ...]  # each [1, T, H]; the embedding, then every layer
 
 
 def _forward(
-    target: PreTrainedModel, token_ids: Sequence[int], cache: DynamicCache
+    target: PreTrainedModel, token_ids: Sequence[int], cache: DynamicCache | Rerun
 ) -> TargetOutput:
+    if isinstance(cache, Rerun):
+        cache.token_ids += token_ids
+        input_ids = torch.tensor([cache.token_ids], device=target.device)
+        out = target(input_ids=input_ids, use_cache=False, output_hidden_states=True)
+        rows = slice(-len(token_ids), None)
+        return TargetOutput(out.logits[:, rows], tuple(x[:, rows] for x in out.hidden_states))
     out = target(
         input_ids=torch.tensor([list(token_ids)], device=target.device),
         past_key_values=cache,
@@ -135,7 +157,7 @@ def prefill(
     """Run the prompt and commit the first token."""
     check_layer_ids(target, drafter.config.target_layer_ids)
     # no config: every layer caches all tokens, so that rejected ones can be cropped
-    cache = DynamicCache()
+    cache = Rerun() if _is_recurrent(target) else DynamicCache()
     out = _forward(target, input_ids, cache)
     features = join_features(out.hidden_states, drafter.config.target_layer_ids)
     first_token = choose(out.logits[0, -1], input_ids)
@@ -275,7 +297,7 @@ def generate_plain(
     choose: Choose = greedy,
 ) -> list[int]:
     """Decode autoregressively, without a drafter."""
-    cache = DynamicCache()
+    cache = DynamicCache(config=target.config) if _is_recurrent(target) else DynamicCache()
     generated: list[int] = []
     step = list(input_ids)
     while len(generated) < max_new_tokens:
