@@ -16,6 +16,8 @@ pairs=${SGLANG_DFLASH_PAIRS:-$package/pairs}
 # SGLang's own CPU switch; it also enables our fallbacks for what SGLang lacks on a CPU
 export SGLANG_USE_CPU_ENGINE=1
 export PYTHONPATH=$package/glue/cpu/path${PYTHONPATH:+:$PYTHONPATH}
+# what linear attention keeps of an fp32 target's inputs, which SGLang would round to bf16
+export SGLANG_MAMBA_CONV_DTYPE=${SGLANG_MAMBA_CONV_DTYPE:-float32}
 # later arguments win, so each default can be overridden from the command line
 args=(
   --model-path "$pairs/tiny/target"

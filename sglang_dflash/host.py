@@ -65,6 +65,10 @@ class Host(Protocol):
         """Overwrite decisions with those of the first rank, where several ranks run one model."""
         ...
 
+    def advance_states(self, commit: Commit) -> None:
+        """Advance the target's recurrent states, where it has any, to the committed tokens."""
+        ...
+
     def publish(self, new_lens: Tensor) -> None:
         """Tell the scheduler each request's new length, before the draft KV is written."""
         ...

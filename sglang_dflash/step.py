@@ -65,6 +65,7 @@ def decode_step(
     host.agree(*verdict.decisions())
     num_correct = None if simulated is None else simulated.num_correct
     commit = accept(ops, context, proposal, verdict, simulated=num_correct)
+    host.advance_states(commit)
     # publish before the draft KV write: planning the next step reads lengths, not this cache
     host.publish(commit.new_lens)
     commit_step(host, policy, context, proposal, target, verdict, commit)

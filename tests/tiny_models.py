@@ -25,10 +25,14 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from sglang_dflash.dflash2_format import DFlash2
@@ -46,6 +50,8 @@ CLASSES = {
     "gpt-oss": GptOssForCausalLM,
     # its SGLang class has no method to capture features
     "granite": GraniteForCausalLM,
+    "qwen3-next": Qwen3NextForCausalLM,
+    "qwen3.5": Qwen3_5ForCausalLM,
 }
 NUM_LAYERS = 6
 HIDDEN = 128
@@ -68,6 +74,18 @@ EXPERTS: dict[str, Any] = {
     "num_experts": NUM_EXPERTS,
     "top_k_experts": 2,
     "moe_intermediate_size": 64,
+}
+
+# two value heads for each key head, as in released models; two of three layers are linear
+GATED_DELTA_NET: dict[str, Any] = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    "full_attention_interval": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
 }
 
 # as in gpt-oss, but for shorter contexts
@@ -114,6 +132,9 @@ def make_target(family: str, folder: Path, *, seed: int = 0) -> Path:
                 param.normal_(std=1.0)
             if name.endswith("scale"):
                 param.uniform_(0.5, 1.5)
+            if name.endswith("A_log"):
+                # some heads remember hundreds of tokens, others a few
+                param.uniform_(-6.0, 0.0)
             if name.endswith("sinks"):
                 # a large share of the attention; SGLang has them in bf16
                 param.copy_(param.uniform_(0.0, 4.0).bfloat16())
@@ -283,6 +304,18 @@ def hf_config(family: str) -> PreTrainedConfig:
             tie_word_embeddings=False,
             rope_parameters={"rope_theta": 150000.0, **YARN},
         )
+    if family == "qwen3-next":
+        return Qwen3NextConfig(
+            **COMMON,
+            **GATED_DELTA_NET,
+            tie_word_embeddings=False,
+            num_experts=NUM_EXPERTS,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+        )
+    if family == "qwen3.5":
+        return Qwen3_5TextConfig(**COMMON, **GATED_DELTA_NET, tie_word_embeddings=False)
     return Gemma4TextConfig(
         **COMMON,
         head_dim=HEAD_DIM,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sglang_dflash.config import DrafterSpec
 from sglang_dflash.glue import compat
-from sglang_dflash.glue.startup.feature_capture import refuse_recurrent
+from sglang_dflash.glue.startup.recurrent_targets import refuse_unknown_states
 from sglang_dflash.released_drafters import RELEASED, Released, Target
 
 HEAD = """# Released drafters
@@ -52,7 +52,7 @@ def why_refused(released: Released) -> str | None:
     try:
         DrafterSpec.from_config(released.config_json(), name="itself")
         if released.target is not None:
-            refuse_recurrent(_config_of(released.target), name=released.target.model_type)
+            refuse_unknown_states(_config_of(released.target), name=released.target.model_type)
     except ValueError as error:
         # without what to do about it
         return str(error).split(". ")[0].replace("|", "\\|")

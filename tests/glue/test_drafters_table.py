@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_dflash.commands.drafters import row, table, why_refused
-from sglang_dflash.released_drafters import QWEN3, QWEN3_NEXT, RELEASED, Released
+from sglang_dflash.released_drafters import QWEN3, QWEN3_NEXT, RELEASED, Released, Target
 from sglang_dflash.testing.server import ROOT
 
 
@@ -29,7 +29,8 @@ def test_a_drafter_is_tested_or_said_not_to_be(released: Released) -> None:
     [
         (Released(names="plain", target=QWEN3), None),
         (Released(names="bias", config={"mlp_bias": True}), "mlp_bias True"),
-        (Released(names="hybrid", target=QWEN3_NEXT), "linear-attention"),
+        (Released(names="gated delta net", target=QWEN3_NEXT), None),
+        (Released(names="other states", target=Target("lfm2", "Lfm2ForCausalLM")), "Mamba layers"),
         (
             Released(names="other", is_speculators=True, config={"speculators_model_type": "mtp"}),
             "type 'mtp'",

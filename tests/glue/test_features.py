@@ -14,22 +14,37 @@ from sglang_dflash.glue import compat, seams
 from sglang_dflash.glue.models.embedding import input_embedding
 from sglang_dflash.glue.startup.feature_capture import configure_capture
 from sglang_dflash.glue.startup.feature_hooks import FeatureHooks, find_layers
+from sglang_dflash.glue.startup.recurrent_targets import recurrent_config
 from sglang_dflash.glue.startup.server_args import describe_target
 from tests.tiny_models import HYBRIDS, hf_config, write_hybrid_config
 
 
-@pytest.mark.parametrize("model_type", HYBRIDS)
-def test_a_target_with_recurrent_layers_is_refused(tmp_path: Path, model_type: str) -> None:
-    """Nothing rolls its state back to the last accepted token, so its text would be wrong."""
+def test_a_target_with_other_recurrent_layers_is_refused(tmp_path: Path) -> None:
+    """Nothing is known to roll its state back to the last accepted token."""
+    folder = write_hybrid_config(tmp_path / "lfm2", "lfm2")
+    config = compat.get_config(str(folder), trust_remote_code=False)
+    with pytest.raises(ValueError, match=r"\(Lfm2ForCausalLM\) has linear-attention or Mamba"):
+        describe_target(config, name=str(folder))
+
+
+@pytest.mark.parametrize("model_type", sorted(HYBRIDS.keys() - {"lfm2"}))
+def test_gated_delta_nets_are_served_where_snapshots_are_chosen(
+    tmp_path: Path, model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.5.17 would write states of a step into snapshots of another."""
     folder = write_hybrid_config(tmp_path / model_type, model_type)
     config = compat.get_config(str(folder), trust_remote_code=False)
-    architecture = HYBRIDS[model_type]["architectures"][0]
-    with pytest.raises(ValueError, match=rf"\({architecture}\) has linear-attention or Mamba"):
+    assert recurrent_config(config) is not None
+    monkeypatch.setattr(seams, "chooses_snapshots", True, raising=False)
+    describe_target(config, name=str(folder))
+    monkeypatch.setattr(seams, "chooses_snapshots", False)
+    with pytest.raises(ValueError, match="does not choose the snapshots.*Install sglang==0.5.23"):
         describe_target(config, name=str(folder))
 
 
 def test_a_target_without_recurrent_layers_passes(models: Path) -> None:
     config = compat.get_config(str(models / "llama"), trust_remote_code=False)
+    assert recurrent_config(config) is None
     assert not describe_target(config, name="llama").delivers_last_layer
 
 

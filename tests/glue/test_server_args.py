@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 
 from sglang_dflash.glue import compat, seams
+from sglang_dflash.glue.startup import width_args
 from sglang_dflash.glue.startup.server_args import handle_dflash, read_drafter
 from sglang_dflash.kernels import cards
 from sglang_dflash.kernels.cards import Card
 from sglang_dflash.testing.server import free_port
 from tests.tiny_models import write_hybrid_config
+
+# SGLang's; what linear attention keeps of its inputs
+CONV_DTYPE = "SGLANG_MAMBA_CONV_DTYPE"
 
 
 class AskedForEverything:
@@ -275,10 +279,54 @@ def test_target_without_a_method_to_capture_features_passes(
     parse(models)
 
 
-def test_target_with_recurrent_layers_is_refused(models: Path, tmp_path: Path) -> None:
-    target = write_hybrid_config(tmp_path / "hybrid", "qwen3_next")
+def test_target_with_other_recurrent_layers_is_refused(models: Path, tmp_path: Path) -> None:
+    target = write_hybrid_config(tmp_path / "hybrid", "lfm2")
     with pytest.raises(ValueError, match="hybrid.*has linear-attention or Mamba.*SGLANG_DFLASH"):
         parse(models, "--model-path", str(target), "--disable-radix-cache")
+
+
+needs_states = pytest.mark.skipif(
+    not seams.chooses_snapshots, reason="refused with this release of SGLang"
+)
+
+
+@needs_states
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        pytest.param([], {"SGLANG_DFLASH_WIDTH": "4"}, "linear attention verifies", id="width"),
+        pytest.param([], {CONV_DTYPE: "bfloat16"}, f"{CONV_DTYPE}=float32", id="rounding"),
+        pytest.param(["--enable-linear-replayssm"], {}, "instead of states", id="replay"),
+        pytest.param(
+            ["--disaggregation-mode", "prefill"], {}, "transfer their states", id="disaggregation"
+        ),
+    ],
+)
+def test_target_with_linear_attention_refuses(
+    models: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    variables: dict[str, str],
+    message: str,
+) -> None:
+    target = write_hybrid_config(tmp_path / "hybrid", "qwen3_next")
+    for name, value in {CONV_DTYPE: "float32", **variables}.items():
+        monkeypatch.setenv(name, value)
+    common = ("--model-path", str(target), "--disable-radix-cache")
+    with pytest.raises(ValueError, match=message):
+        parse(models, *common, *arguments)
+
+
+@needs_states
+def test_target_with_linear_attention_gets_full_blocks(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CONV_DTYPE, "float32")
+    target = write_hybrid_config(tmp_path / "hybrid", "qwen3_next")
+    common = ("--model-path", str(target), "--disable-radix-cache")
+    why = width_args.why_one_width(parse(models, *common))
+    assert why == "linear attention verifies full blocks"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ SOURCES = [
 ]
 RUNNER = ("ModelRunner",)
 WORKER = ("TpModelWorker",)
-POOLS = ("MHATokenToKVPool", "SWAKVPool")
+POOLS = ("MHATokenToKVPool", "SWAKVPool", "HybridLinearKVPool")
 UPDATES = ("request_disk", "request_tensor", "request_distributed", "request_ipc")
 
 # an expression, in all files or in one -> symbols; several if it may be one of several classes
@@ -104,6 +104,13 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     "models/gemma4_layers.py:norm": ("Gemma4RMSNorm",),
     "models/gemma4_layers.py:mlp": ("Gemma4MLP",),
     "models/gemma4_layers.py:module": ("Gemma4Router", "RowParallelLinear"),
+    "models/verify_backend.py:whole": ("HybridLinearAttnBackend",),
+    "step/recurrent_states.py:self._runner.attn_backend": ("HybridLinearAttnBackend",),
+    "step/recurrent_states.py:target_runner": RUNNER,
+    "step/recurrent_states.py:target_runner.model_config": ("ModelConfig",),
+    "startup/recurrent_targets.py:compat.mamba_state_dtype(None)": ("MambaStateDType",),
+    "cpu/linear_attention.py:caches": ("SpeculativeState",),
+    "cpu/linear_attention.py:norm": ("FusedRMSNormGated", "GatedLayerNorm"),
     "cpu/experts.py:norm": ("Gemma4RMSNorm",),
     "cpu/experts.py:method": ("UnquantizedFusedMoEMethod",),
     "cpu/experts.py:layer": ("FusedMoE",),
@@ -193,6 +200,7 @@ ALSO_USED = {
     "gemma4_parts": "what SGLang's layer sums over the ranks",
     "gemma4_stages": "how SGLang's layer leaves its residual",
     "norm_forward": "a drafter's norms, called",
+    "verify_preparation": "that it chooses snapshots is what `chooses_snapshots` says",
     "process_prebuilt": "how SGLang calls our `begin_decoding`",
     "row_parallel_forward": "a drafter's products, called",
     "column_parallel_forward": "a drafter's products, called",

@@ -88,6 +88,9 @@ class CountingHost:
         for decision in decisions if self.decided is not None else ():
             decision.copy_(self.decided.pop(0))
 
+    def advance_states(self, commit):
+        self.events.append(f"advance {commit.lens.tolist()}")
+
     def publish(self, new_lens):
         self.events.append(f"publish {new_lens.tolist()}")
 
@@ -172,7 +175,8 @@ def test_a_rank_keeps_the_rows_and_the_tokens_that_the_first_rank_decided_on() -
 def test_lengths_are_published_before_the_draft_kv_is_written() -> None:
     """The next step is planned from the published lengths while the write still runs."""
     host, _ = run([3, 1])
-    assert host.events == ["plan", "draft", "verify", "publish [9, 9]", "write", "record"]
+    committed = ["advance [4, 2]", "publish [9, 9]", "write", "record"]
+    assert host.events == ["plan", "draft", "verify", *committed]
     assert host.marks == 4, "a step is timed by four marks"
 
 

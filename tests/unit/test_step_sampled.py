@@ -88,6 +88,9 @@ class SamplingHost:
     def agree(self, *decisions):
         pass
 
+    def advance_states(self, commit):
+        pass
+
     def publish(self, new_lens):
         pass
 

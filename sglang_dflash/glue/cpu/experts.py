@@ -12,12 +12,14 @@ from sglang_dflash.glue.changes import Hook
 
 
 def install() -> None:
-    """Make experts run on a CPU with any activation, and Gemma 4's router with its scale."""
+    """Make experts run on a CPU with any activation, shared ones, too, and Gemma 4's router with
+    its scale."""
     changes.attach(
         {
             "unquantized_experts": Hook(
                 _run_in_torch, "supports any activation of the experts, and experts of other ranks"
             ),
+            "add_shared_expert": Hook(_add_shared_expert, "its kernel needs a GPU"),
             "gemma4_norm": Hook(
                 _norm_with_folded_scale, "a router's norm applies its folded scale"
             ),
@@ -50,6 +52,13 @@ def _run_own(layer: Any, hidden: Tensor, chosen: Any, config: Any) -> Tensor:
         router_logits=chosen.router_logits,
     )
     return out.index_add(0, rows, compat.moe_forward_native(layer, hidden[rows], alone, config))
+
+
+def _add_shared_expert(
+    _original: Any, hidden: Tensor, gate: Tensor, shared: Tensor, experts: Tensor
+) -> None:
+    """Add the output of the expert that all tokens share, gated, to that of the others."""
+    experts.add_((hidden @ gate).sigmoid()[:, None] * shared)
 
 
 def _norm_with_folded_scale(original: Any, norm: Any, x: Tensor) -> Tensor:

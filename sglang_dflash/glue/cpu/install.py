@@ -17,7 +17,7 @@ def install_if_cpu() -> None:
     streams, devices, child processes and threads."""
     if not Environment().is_cpu_mode:
         return
-    from sglang_dflash.glue.cpu import experts, products, sampling
+    from sglang_dflash.glue.cpu import experts, linear_attention, products, sampling
     from sglang_dflash.glue.cpu.attention import CpuAttention
 
     attention = changes.register(
@@ -27,6 +27,9 @@ def install_if_cpu() -> None:
     )
     attention(CpuAttention)
     experts.install()
+    if seams.chooses_snapshots:
+        # otherwise such targets are refused
+        linear_attention.install()
     products.install()
     sampling.install()
     _stub_record_stream()

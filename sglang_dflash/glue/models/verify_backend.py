@@ -31,7 +31,10 @@ def install_verify_attention(
     Other backends keep their own kernel. So does the Triton backend in a mode, or with a layer,
     that ours does not support; the reason is logged and returned.
     """
-    backend = runner.attn_backend
+    backend = whole = runner.attn_backend
+    if isinstance(whole, compat.HybridLinearAttnBackend):
+        # the other part is for the layers with linear attention
+        backend = whole.full_attn_backend
     if not isinstance(backend, compat.TritonAttnBackend) or ops.verify_attention is None:
         return type(backend).__name__
     shapes = _layer_shapes(runner.model)

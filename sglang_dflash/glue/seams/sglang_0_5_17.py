@@ -129,6 +129,17 @@ def plan_slots(forward_batch: Any, runner: Any) -> None:
     """Prepare a batch that did not come from the scheduler for its runner; nothing to do here."""
 
 
+# recurrent states
+
+# whether preparing a verify pass also chooses the snapshots of states that it may write
+chooses_snapshots = False
+
+
+def tokens_between_snapshots(batch: Any) -> int:
+    """Return of how many tokens a request's snapshots hold a multiple."""
+    raise AssertionError("targets with recurrent states are refused with this release")
+
+
 # attention
 
 

@@ -124,6 +124,17 @@ def plan_slots(forward_batch: Any, runner: Any) -> None:
     translator.own_plan(forward_batch).bind(forward_batch, translator)
 
 
+# recurrent states
+
+# whether preparing a verify pass also chooses the snapshots of states that it may write
+chooses_snapshots = True
+
+
+def tokens_between_snapshots(batch: Any) -> int:
+    """Return of how many tokens a request's snapshots hold a multiple."""
+    return compat.mamba_track_grid(batch.tree_cache.page_size)
+
+
 # attention
 
 

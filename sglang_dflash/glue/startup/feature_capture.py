@@ -1,38 +1,15 @@
-"""How targets capture the drafter's input features, and which can roll back rejected drafts."""
+"""How targets capture the drafter's input features."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
-from sglang_dflash.glue import compat
 from sglang_dflash.glue.startup.feature_hooks import FeatureHooks
 
 
 def captures_itself(model: Any) -> bool:
     """Return whether a class, or an object of it, has a method to capture features."""
     return any(hasattr(model, f"set_{method}_layers_to_capture") for method in ("dflash", "eagle3"))
-
-
-def refuse_recurrent(config: Any, *, name: str) -> None:
-    """Raise ValueError for a target with layers that keep a recurrent state instead of KV.
-
-    A verify pass leaves that state unchanged; it has to be advanced to the last accepted token
-    afterwards, which is not implemented. SGLang decides, from the config alone.
-    """
-    asked = SimpleNamespace(
-        hf_config=config,
-        is_draft_model=False,
-        linear_attn_registry_result=compat.get_linear_attn_config(config),
-    )
-    found = compat.mambaish_config(asked)
-    if found is not None:
-        raise ValueError(
-            f"The target {name} ({', '.join(config.architectures)}) has linear-attention or Mamba "
-            f"layers ({type(found).__name__}): their state cannot be rolled back to the accepted "
-            "tokens, and the output would be wrong. Serve it without --speculative-algorithm "
-            "DFLASH, or set SGLANG_DFLASH=off to use SGLang's own DFLASH."
-        )
 
 
 def configure_capture(

@@ -15,7 +15,12 @@ from sglang_dflash.draft_backends import Place, choose_draft_backend
 from sglang_dflash.environment import DETERMINISTIC_PREFILL_ALIGN, Environment
 from sglang_dflash.glue import changes, compat, seams
 from sglang_dflash.glue.startup import width_args
-from sglang_dflash.glue.startup.feature_capture import captures_itself, refuse_recurrent
+from sglang_dflash.glue.startup.feature_capture import captures_itself
+from sglang_dflash.glue.startup.recurrent_targets import (
+    refuse_other_states,
+    refuse_release,
+    refuse_unknown_states,
+)
 from sglang_dflash.kernels import cards
 
 logger = logging.getLogger(__name__)
@@ -47,6 +52,7 @@ def handle_dflash(server_args: Any) -> None:
     )
     target_config = seams.model_config(server_args)
     target = target_spec(target_config)
+    refuse_other_states(server_args, target_config)
     cfg.check_pair(drafter, target)
     folder = Path(server_args.speculative_draft_model_path)
     if folder.is_dir():
@@ -166,7 +172,8 @@ def target_spec(model_config: Any) -> cfg.TargetSpec:
 
 def describe_target(config: Any, *, name: str, context_len: int | None = None) -> cfg.TargetSpec:
     """Return the properties of a target that a drafter depends on, from its config alone."""
-    refuse_recurrent(config, name=name)
+    refuse_unknown_states(config, name=name)
+    refuse_release(config, name=name)
     architecture = config.architectures[0]
     model_class, _ = compat.ModelRegistry.resolve_model_cls([architecture])
     text_config = config.get_text_config()

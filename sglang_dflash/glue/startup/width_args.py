@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_dflash.environment import SIMULATE, WIDTH, Environment
 from sglang_dflash.glue import changes, compat, seams
+from sglang_dflash.glue.startup.recurrent_targets import recurrent_config
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,9 @@ def why_full_blocks(server_args: Any) -> str | None:
     Graphs keyed by rows need our attention kernel, which on some targets is not available after all
     (`glue/models/verify_backend.py`). Without a GPU there are no graphs.
     """
+    model_config = seams.model_config(server_args)
+    if recurrent_config(model_config.hf_config) is not None:
+        return "linear attention verifies full blocks"
     if not server_args.device.startswith("cuda"):
         return None
     _, backend = compat.attention_backends_of(compat.resolved_view(server_args))
@@ -45,9 +49,7 @@ def why_full_blocks(server_args: Any) -> str | None:
         "--disable-cuda-graph-padding": server_args.disable_cuda_graph_padding,
         "--enable-two-batch-overlap splits full blocks": server_args.enable_two_batch_overlap,
         "LoRA graphs are sized by full blocks": server_args.enable_lora,
-        "the model's positions have several parts (mrope)": (
-            seams.model_config(server_args).model_is_mrope
-        ),
+        "the model's positions have several parts (mrope)": model_config.model_is_mrope,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
@@ -70,7 +72,7 @@ def refuse_narrow_blocks(server_args: Any) -> None:
     reason = why_full_blocks(server_args)
     if asked not in (None, block_size) and reason is not None:
         raise ValueError(
-            f"{WIDTH}={asked} needs CUDA graphs of any width, but this server has only those of "
+            f"{WIDTH}={asked} needs verify passes of any width, but this server has only those of "
             f"full blocks of {block_size}: {reason}. Unset {WIDTH}, or change that."
         )
 

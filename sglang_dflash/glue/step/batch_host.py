@@ -262,6 +262,10 @@ class BatchHost:
     def agree(self, *decisions: Tensor) -> None:
         self._runtime.agreement.overwrite(*decisions)
 
+    def advance_states(self, commit: Commit) -> None:
+        if self._runtime.states is not None:
+            self._runtime.states.advance(self._batch, commit)
+
     def publish(self, new_lens: Tensor) -> None:
         if self._on_publish is not None:
             self._on_publish(new_lens)

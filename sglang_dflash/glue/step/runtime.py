@@ -21,6 +21,7 @@ from sglang_dflash.glue.startup import ranks
 from sglang_dflash.glue.step.agreement import Agreement, Comparison
 from sglang_dflash.glue.step.draft_cache import DraftCache
 from sglang_dflash.glue.step.graph_outputs import DraftGraphs, VerifyGraphs
+from sglang_dflash.glue.step.recurrent_states import RecurrentStates
 from sglang_dflash.glue.step.verify_graphs import VerifyGraphRunner
 from sglang_dflash.kernels import Ops
 
@@ -64,6 +65,7 @@ class DFlashRuntime:
             self.verify_head, self.draft_cache, block_size=config.block_size
         )
         self.draft_graphs = DraftGraphs(self.block_head)
+        self.states = RecurrentStates.of(self.target_runner)
         self.buffers: StepBuffers
         self._graphs: VerifyGraphRunner | None = None
         # whether the requests of a step may verify different numbers of rows

@@ -59,6 +59,11 @@ SYMBOLS: dict[str, Symbol] = {
     "StandardCombineInput": Symbol(
         "srt.layers.moe.token_dispatcher", "StandardCombineInput", ("hidden_states",)
     ),
+    "add_shared_expert": Symbol(
+        "srt.models.qwen2_moe",
+        "fused_gate_sigmoid_mul_add",
+        takes=names("hidden_states gate_weight shared_output final_hidden_states"),
+    ),
     "gemma4_norm": Symbol("srt.layers.layernorm", "Gemma4RMSNorm.forward_native", takes=("x",)),
     # attention
     "AttentionBackend": Symbol("srt.layers.attention.base_attn_backend", "AttentionBackend"),

@@ -128,6 +128,19 @@ SYMBOLS: dict[str, Symbol] = {
         "TritonAttnBackend.init_cuda_graph_state",
         order=names("max_bs max_num_tokens"),
     ),
+    "HybridLinearAttnBackend": Symbol(
+        "srt.layers.attention.hybrid_linear_attn_backend",
+        "HybridLinearAttnBackend",
+        attributes=("full_attn_backend",),
+    ),
+    "advance_states": Symbol(
+        "srt.layers.attention.hybrid_linear_attn_backend",
+        "HybridLinearAttnBackend.update_mamba_state_after_mtp_verify",
+        names(
+            """last_correct_step_indices mamba_track_indices mamba_steps_to_track model
+            req_pool_indices"""
+        ),
+    ),
     "FlashAttentionBackend": Symbol(
         "srt.layers.attention.flashattention_backend", "FlashAttentionBackend"
     ),

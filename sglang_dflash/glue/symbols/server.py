@@ -6,7 +6,8 @@ from sglang_dflash.glue.contract import Symbol, names
 
 # the server arguments that we read or set
 SERVER_ARGS = """
-    device pp_size page_size disaggregation_mode enable_mixed_chunk max_running_requests
+    device pp_size page_size disaggregation_mode enable_linear_replayssm
+    enable_linear_replayssm_spec enable_mixed_chunk max_running_requests
     disable_overlap_schedule speculative_draft_model_path speculative_draft_model_revision
     speculative_num_draft_tokens speculative_num_steps speculative_eagle_topk
     speculative_dflash_block_size speculative_draft_window_size
@@ -69,6 +70,8 @@ SYMBOLS: dict[str, Symbol] = {
     "mambaish_config": Symbol(
         "srt.configs.hybrid_arch", "mambaish_config", order=("model_config",)
     ),
+    "mamba_state_dtype": Symbol("srt.configs.mamba_utils", "mamba2_state_dtype"),
+    "MambaStateDType": Symbol("srt.configs.mamba_utils", "Mamba2StateDType", attributes=("conv",)),
     "get_linear_attn_config": Symbol(
         "srt.configs.linear_attn_model_registry", "get_linear_attn_config", order=("hf_config",)
     ),

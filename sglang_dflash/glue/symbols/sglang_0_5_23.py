@@ -8,6 +8,7 @@ WEIGHT_UPDATER = "srt.managers.scheduler_components.weight_updater"
 
 # attributes beyond those in the other tables, by symbol
 ALSO: dict[str, tuple[str, ...]] = {
+    "BasePrefixCache": ("page_size",),
     "ForwardBatch": ("residual_stream",),
     "MergedColumnParallelLinear": ("tp_group",),
     "ModelRunner": ("kv_index_translator",),
@@ -47,6 +48,23 @@ SYMBOLS: dict[str, Symbol] = {
     ),
     "alloc_reserve_per_decode": Symbol(
         "srt.mem_cache.allocation_sizing", "get_alloc_reserve_per_decode", takes=()
+    ),
+    "mamba_track_grid": Symbol("srt.runtime_context", "mamba_track_grid", order=("tree_page",)),
+    # it chooses the snapshots of recurrent states
+    "verify_preparation": Symbol(
+        "srt.speculative.dflash_info",
+        "DFlashVerifyInput.prepare_for_verify",
+        calls=("prepare_mamba_track_for_verify(batch)",),
+    ),
+    "HybridLinearKVPool": Symbol(
+        "srt.mem_cache.memory_pool",
+        "HybridLinearKVPool",
+        attributes=names("get_key_buffer get_value_buffer get_kv_buffer set_kv_buffer"),
+    ),
+    "HybridLinearKVPool_write": Symbol(
+        "srt.mem_cache.memory_pool",
+        "HybridLinearKVPool.set_kv_buffer",
+        order=names("layer loc_info cache_k cache_v k_scale"),
     ),
     "KVIndexTranslator": Symbol(
         "srt.mem_cache.kv_index_translator", "KVIndexTranslator", attributes=("is_translating",)
@@ -208,6 +226,48 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.server_args",
         "add_radix_supported_deterministic_attention_backend_choices",
         order=("iterable",),
+    ),
+    "gated_norm": Symbol(
+        "kernels.ops.attention.fla.fused_norm_gate",
+        "FusedRMSNormGated.forward",
+        takes=names("x g residual prenorm residual_in_fp32"),
+    ),
+    "FusedRMSNormGated": Symbol(
+        "kernels.ops.attention.fla.fused_norm_gate",
+        "FusedRMSNormGated",
+        attributes=names("weight eps activation"),
+    ),
+    "gated_layer_norm": Symbol(
+        "kernels.ops.attention.fla.layernorm_gated", "RMSNorm.forward", takes=names("x z")
+    ),
+    "GatedLayerNorm": Symbol(
+        "kernels.ops.attention.fla.layernorm_gated",
+        "RMSNorm",
+        attributes=names("weight eps activation group_size norm_before_gate"),
+    ),
+    "scatter_states": Symbol(
+        "srt.layers.attention.hybrid_linear_attn_backend",
+        "scatter_mamba_states_after_mtp_verify",
+        order=names(
+            """mamba_caches state_indices_tensor last_correct_step_indices mamba_track_indices
+            mamba_steps_to_track"""
+        ),
+    ),
+    "SpeculativeState": Symbol(
+        "srt.mem_cache.memory_pool",
+        "MambaPool.SpeculativeState",
+        attributes=names("temporal conv intermediate_ssm intermediate_conv_window"),
+    ),
+    "track_states": Symbol(
+        "srt.layers.attention.hybrid_linear_attn_backend",
+        "track_mamba_states_all_layers",
+        order=names(
+            """conv_states_pool ssm_states_pool cache_indices mamba_track_mask
+            mamba_track_indices"""
+        ),
+    ),
+    "has_state_snapshots": Symbol(
+        "srt.arg_groups.mamba_hook", "_platform_supports_mamba_cache_extra_buffer", takes=()
     ),
     "model_hook": Symbol("srt.arg_groups.model_hook", ""),
     "model_hook_backends": Symbol("srt.arg_groups.model_hook", "attention_backends_of"),

@@ -155,9 +155,9 @@ SYMBOLS: dict[str, Symbol] = {
         "ScheduleBatch",
         attributes=names(
             """batch_is_full device enable_overlap extend_lens forward_mode has_grammar
-            input_embeds input_ids out_cache_loc prefix_lens req_pool_indices req_to_token_pool
-            reqs return_logprob sampling_info seq_lens seq_lens_cpu seq_lens_sum spec_info
-            token_ids_logprobs token_to_kv_pool_allocator top_logprobs_nums tree_cache
+            input_embeds input_ids mamba_track_indices out_cache_loc prefix_lens req_pool_indices
+            req_to_token_pool reqs return_logprob sampling_info seq_lens seq_lens_cpu seq_lens_sum
+            spec_info token_ids_logprobs token_to_kv_pool_allocator top_logprobs_nums tree_cache
             filter_batch maybe_evict_swa"""
         ),
     ),
