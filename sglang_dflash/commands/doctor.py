@@ -283,6 +283,9 @@ def judge_memory(rank: RankMemory, options: argparse.Namespace, card: AskedCard)
         text = "not checked: needs the size of the weights, and a GPU or --gpu-memory-gb"
         return Finding("memory", "note", text)
     tokens = rank.tokens(total, options.mem_fraction_static)
+    if rank.state and tokens >= FEWEST_TOKENS:
+        text = "how many tokens fit is not known: SGLang divides the memory between states and KV"
+        return Finding("memory", "note", text)
     if tokens >= FEWEST_TOKENS:
         return Finding("memory", "ok", f"{tokens} tokens of KV fit")
     room = f"{total:.0f} GiB" if ranks == 1 else f"each of {ranks} x {total:.0f} GiB"

@@ -26,7 +26,10 @@ from sglang_dflash.safetensors_header import read_safetensors_header
 from sglang_dflash.speculators_format import HEAD, drafters_own
 
 GIB = 2**30
+MIB = 2**20
 BYTES = 2  # per bf16 value
+STATE_BYTES = 4  # per value of a recurrent state
+LINEAR = "linear_attention"
 # with fewer there is no point in serving
 FEWEST_TOKENS = 1024
 # by the size in a card's name
@@ -52,6 +55,9 @@ class RankMemory:
     draft_kv: int
     # tokens that a sliding-window layer keeps, as a share of those of a full-attention layer
     sliding_share: float
+    # of a request in linear-attention layers, which have no KV, and after each row of its block
+    state: int = 0
+    states_of_block: int = 0
 
     @classmethod
     def of_pair(
@@ -87,6 +93,8 @@ class RankMemory:
             target_kv=kv_bytes_per_token(text, ranks),
             draft_kv=drafter.kv_bytes_per_token(element_size=BYTES, tp_size=ranks),
             sliding_share=asked.swa_full_tokens_ratio,
+            state=(state := state_bytes(text, ranks)),
+            states_of_block=drafter.block_size * state,
         )
         return found.with_kv(asked.kv_cache_dtype, draft_backend)
 
@@ -126,14 +134,25 @@ class RankMemory:
         for kind, size in sorted(self.target_kv.items()):
             found[f"target KV per token{where}, {kind}"] = f"{size} bytes"
         found[f"draft KV per token{where}"] = f"{self.draft_kv} bytes"
+        if self.state:
+            found[f"states of linear attention per request{where}"] = (
+                f"{self.state / MIB:.1f} MiB, and {self.states_of_block / MIB:.1f} for its verify "
+                "passes"
+            )
         if self.weights is None:
             return found
         if card_gib is not None:
             room = f"{card_gib:.0f} GiB"
             room = room if self.ranks == 1 else f"{self.ranks} x {room}"
             left = max(0.0, card_gib * GIB * fraction - self.weights)
-            found["for KV"] = f"{left * self.ranks / GIB:.2f} GiB of {room}"
-            found["tokens that fit"] = self.tokens(card_gib, fraction)
+            found["for KV and states" if self.state else "for KV"] = (
+                f"{left * self.ranks / GIB:.2f} GiB of {room}"
+            )
+            if not self.state:
+                found["tokens that fit"] = self.tokens(card_gib, fraction)
+        if self.state:
+            # SGLang divides the rest between states and KV
+            return found
         fits = {size: self.tokens(gib, fraction) for size, gib in CARDS_GIB.items()}
         found["tokens that fit by card"] = ", ".join(
             f"{size} GB: {tokens if tokens >= FEWEST_TOKENS else 'too small'}"
@@ -170,8 +189,28 @@ def kv_bytes_per_token(text: Any, ranks: int) -> dict[str, int]:
     return found
 
 
+def state_bytes(text: Any, ranks: int) -> int:
+    """Return the bytes of a request's states in linear-attention layers on one rank: fp32, and bf16
+    inputs of the convolutions."""
+    layers = _all_kinds(text).count(LINEAR)
+    if not layers:
+        return 0
+    keys = text.linear_num_key_heads * text.linear_key_head_dim
+    values = text.linear_num_value_heads * text.linear_value_head_dim
+    convolution = (2 * keys + values) * (text.linear_conv_kernel_dim - 1) * BYTES
+    return layers * (values * text.linear_key_head_dim * STATE_BYTES + convolution) // ranks
+
+
 def _kinds(text: Any) -> list[str]:
-    return getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    """Return the types of the layers that have KV."""
+    return [kind for kind in _all_kinds(text) if kind != LINEAR]
+
+
+def _all_kinds(text: Any) -> list[str]:
+    # SGLang's configs of targets with linear attention have their own name for layer types
+    kinds = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None)
+    kinds = kinds or ["full_attention"] * text.num_hidden_layers
+    return ["full_attention" if kind == "attention" else kind for kind in kinds]
 
 
 def _first(text: Any, *names: str) -> int:

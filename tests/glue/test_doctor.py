@@ -16,13 +16,18 @@ import pytest
 import torch
 
 from sglang_dflash.__main__ import main
-from sglang_dflash.glue import compat, release
+from sglang_dflash.glue import compat, release, seams
 from sglang_dflash.glue.contract import Symbol
 from sglang_dflash.kernels import cards
 from sglang_dflash.kernels.cards import Card
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.server import ROOT
-from tests.tiny_models import make_speculators_drafter, make_target, write_hybrid_config
+from tests.tiny_models import (
+    make_drafter,
+    make_speculators_drafter,
+    make_target,
+    write_hybrid_config,
+)
 
 PAIR = ["--model-path", str(tiny_target()), "--speculative-draft-model-path", str(tiny_drafter())]
 
@@ -169,13 +174,30 @@ def test_doctor_blocks_a_drafter_of_another_kind(
     assert f"does not support: {named}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5"])
-def test_doctor_blocks_a_target_with_recurrent_layers(
-    tmp_path: Path, model_type: str, capsys: pytest.CaptureFixture[str]
+def test_doctor_blocks_a_target_with_other_recurrent_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = write_hybrid_config(tmp_path / "hybrid", model_type)
+    target = write_hybrid_config(tmp_path / "hybrid", "lfm2")
     assert main(["doctor", "--model-path", str(target), *PAIR[2:]]) == 1
     assert "has linear-attention or Mamba layers" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not seams.chooses_snapshots, reason="refused with this release of SGLang")
+def test_doctor_counts_the_states_of_linear_attention(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four layers of six, with states of 4 heads by 24 by 16 values of 4 bytes, and 3 inputs of
+    convolutions over 160 channels of 2 bytes; the other two layers have KV."""
+    target = make_target("qwen3-next", tmp_path / "target")
+    drafter = make_drafter(tmp_path / "drafter")
+    pair = ["--model-path", str(target), "--speculative-draft-model-path", str(drafter)]
+    assert main(["doctor", *pair, "--gpu-memory-gb", "80", "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["plan"]["memory"]
+    state = 4 * (4 * 24 * 16 * 4 + 3 * 160 * 2) / 2**20
+    assert memory["states of linear attention per request"] == (
+        f"{state:.1f} MiB, and {16 * state:.1f} for its verify passes"
+    )
+    assert memory["target KV per token, full_attention"] == f"{2 * 2 * 2 * 32 * 2} bytes"
 
 
 def test_kv_of_gemma_4_is_counted_by_kind_of_layer(capsys: pytest.CaptureFixture[str]) -> None:
