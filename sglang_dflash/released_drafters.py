@@ -122,7 +122,7 @@ RELEASED = (
         target=LLAMA,
         tested="tests/e2e/test_drafters.py",
     ),
-    Released(names="z-lab Qwen3.5-4B, 9B and 27B, Qwen3.6-27B", target=QWEN3_5, tested=FAMILIES),
+    Released(names="z-lab Qwen3.5-4B, 9B and 27B, Qwen3.6-27B", target=QWEN3_5),
     Released(names="z-lab Qwen3.5-35B-A3B and 122B-A10B, Qwen3.6-35B-A3B", target=QWEN3_5_MOE),
     Released(names="z-lab Qwen3-Coder-Next", target=QWEN3_NEXT, tested=FAMILIES),
     Released(

@@ -150,7 +150,8 @@ def test_layers_of_a_gemma_are_fused(family: Family) -> None:
 def test_drafter_reads_the_family_as_the_oracle_does(family: Family) -> None:
     """Feature layers, embedding scale and head, compared block for block with plain torch."""
     drafter = Drafter.from_pretrained(family.drafter, dtype=torch.float32).eval()
-    for i in range(3):
+    # without a cache, the oracle is slow
+    for i in range(1 if family.name in HYBRID else 3):
         [served] = family.ask("record", range(i, i + 1))
         oracle = generate(
             family.model,
