@@ -85,12 +85,11 @@ venv: $(VENV)/.installed
 	@:
 
 # torch and torchvision are pinned together; SGLang is installed without its own pins. setuptools is
-# pinned too: building with it, not in isolation, needs no network. Compiling all 20,000 modules
-# would take a minute, and Python compiles those that are used when it imports them
+# pinned too: building with it, not in isolation, needs no network
 $(VENV)/.installed: requirements-cpu.txt $(REQUIREMENTS) pyproject.toml
 	@$(MAKE) --no-print-directory environment
-	$(BIN)/pip install --no-compile --progress-bar on -r $(REQUIREMENTS)
-	$(BIN)/pip install --no-compile --no-deps sglang==$(SGLANG)
+	$(BIN)/pip install --progress-bar on -r $(REQUIREMENTS)
+	$(BIN)/pip install --no-deps sglang==$(SGLANG)
 	$(BIN)/pip install --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -104,7 +103,7 @@ environment:
 	  $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/sglang_dflash_cpu.pth
 	@if ! $(BIN)/python -c '$(ANSWERS)' $(TORCH_INDEX)/torch/ 2>/dev/null; then \
 	  echo "$(TORCH_INDEX) does not answer: torch comes from where pip finds it"; \
-	elif ! $(BIN)/pip install --no-compile --progress-bar on --no-deps --index-url $(TORCH_INDEX) \
+	elif ! $(BIN)/pip install --progress-bar on --no-deps --index-url $(TORCH_INDEX) \
 	  $$(grep -E '^torch(vision)?==' $(REQUIREMENTS)); then \
 	  echo "$(TORCH_INDEX) has no such torch: it comes from where pip finds it"; \
 	fi
