@@ -272,7 +272,7 @@ def test_a_width_without_graphs_for_it_is_refused(
     on_fa3 = (*ON_GPU, "--attention-backend", "fa3")
     monkeypatch.setenv("SGLANG_DFLASH_WIDTH", "4")
     parse(models, *ON_GPU)
-    message = "SGLANG_DFLASH_WIDTH=4 needs CUDA graphs of any width.*--attention-backend fa3 verif"
+    message = "SGLANG_DFLASH_WIDTH=4 needs verify passes of any width.*--attention-backend fa3"
     with pytest.raises(ValueError, match=message):
         parse(models, *on_fa3)
     monkeypatch.setenv("SGLANG_DFLASH_WIDTH", "16")
@@ -318,7 +318,9 @@ def test_positions_of_several_parts_keep_full_blocks(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = parse(models, *ON_GPU)
-    monkeypatch.setattr(seams, "model_config", lambda _args: SimpleNamespace(model_is_mrope=True))
+    real = seams.model_config(args)
+    found = SimpleNamespace(model_is_mrope=True, hf_config=real.hf_config)
+    monkeypatch.setattr(seams, "model_config", lambda _args: found)
     assert why_full_blocks(args) == "the model's positions have several parts (mrope)"
 
 

@@ -61,7 +61,7 @@ def _scatter_states(
             continue
         [rows] = ((which >= 0) & (where >= 0)).nonzero(as_tuple=True)
         for states, kept in pairs:
-            states[:, where[rows].long()] = kept[:, rows, which[rows].long()]
+            states.index_copy_(1, where[rows].long(), kept[:, rows, which[rows].long()])
 
 
 def _track_states(
@@ -77,7 +77,7 @@ def _track_states(
     """Copy the states of the masked requests to their snapshots, in all layers."""
     rows = mask.nonzero(as_tuple=True)[0]
     for each in (conv_states, states):
-        each[:, tracked_slots[rows].long()] = each[:, slots[rows].long()]
+        each.index_copy_(1, tracked_slots[rows].long(), each[:, slots[rows].long()])
 
 
 def _has_state_snapshots(_original: Any) -> bool:

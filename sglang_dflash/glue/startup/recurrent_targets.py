@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.glue import compat, release, seams
+from sglang_dflash.glue import compat, seams
 
 # layers of these kinds have been tested; others would be advanced by other code of SGLang
 SERVED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -49,9 +49,9 @@ def refuse_release(config: Any, *, name: str) -> None:
     if recurrent_config(config) is not None and not seams.chooses_snapshots:
         raise ValueError(
             f"The target {name} ({', '.join(config.architectures)}) has linear-attention layers, "
-            f"and SGLang {release.installed()} does not choose the snapshots of their states for "
-            "verify passes. Install sglang==0.5.23, or serve it without --speculative-algorithm "
-            "DFLASH."
+            "and the installed SGLang does not choose the snapshots of their states for verify "
+            "passes. Install the newest SGLang that sglang_dflash serves (README.md), or serve the "
+            "target without --speculative-algorithm DFLASH."
         )
 
 
