@@ -11,6 +11,8 @@ export NATIVE_OPS=${NATIVE_OPS:-1} TRITON_F32_DEFAULT=${TRITON_F32_DEFAULT:-ieee
 export TORCHDYNAMO_DISABLE=${TORCHDYNAMO_DISABLE:-1}
 # the tests' chunks; by more, SGLang's deterministic mode never begins a prompt longer than a chunk
 export SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE=${SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE:-64}
+# what linear attention keeps of an fp32 target's inputs, which SGLang would round to bf16
+export SGLANG_MAMBA_CONV_DTYPE=${SGLANG_MAMBA_CONV_DTYPE:-float32}
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1}
 export PYTHONPATH=$root/tests/plugins${PYTHONPATH:+:$PYTHONPATH}
 # later arguments win

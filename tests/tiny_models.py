@@ -102,7 +102,7 @@ HEAD_DIM, GLOBAL_HEAD_DIM = 32, 64
 # KV heads of the global layers; for two ranks there must be two: on a CPU, SGLang pads the heads of
 # all layers otherwise, and answers wrongly
 GLOBAL_KV_HEADS = {"gemma4": 1, "gemma4-moe": 1, "gemma4-for-two": 2}
-# targets with linear attention have configs only: nothing here runs them
+# configs of targets with recurrent states, for checks that need no weights
 HYBRID_TEXT = {**COMMON, "head_dim": 32, "full_attention_interval": 3}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"architectures": ["Qwen3NextForCausalLM"], **HYBRID_TEXT},

@@ -31,6 +31,12 @@ SMALL_GEMMA: dict[str, Any] = {
     "num_global_key_value_heads": 2,
     "vocab_size_per_layer_input": 2048,
 }
+SMALL_LINEAR: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 # in fp32: reduced sizes where attention heads are not concerned, so that all families fit on one
 # GPU together. Experts in plain torch are computed one after another
 FP32: dict[str, Any] = {
@@ -71,6 +77,43 @@ QWEN2: dict[str, Any] = {
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }
+# the text model of Qwen3.5-9B: three layers with linear attention, then one with full attention
+QWEN3_5: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "max_position_embeddings": 32768,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000.0,
+        "partial_rotary_factor": 0.25,
+    },
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-06,
+    "vocab_size": 248320,
+    "dtype": "bfloat16",
+    "bos_token_id": 248043,
+    "eos_token_id": 248044,
+}
+# a drafter with convolutions and a selector
+DFLASH2: dict[str, Any] = {"architectures": ["DFlash2DraftModel"], "is_causal": False}
+DFLASH2_SIZES: dict[str, Any] = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 32,
+    "selector_rank": 64,
+    "selector_top_k": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -81,6 +124,7 @@ class Family:
     name: str
     shapes: str
     own: dict[str, Any] = field(default_factory=dict)
+    has_dflash2: bool = False
 
     @property
     def is_gemma(self) -> bool:
@@ -89,6 +133,11 @@ class Family:
     @property
     def is_gpt_oss(self) -> bool:
         return self.name == "gpt-oss"
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a recurrent state instead of KV."""
+        return "linear_num_key_heads" in self.own
 
     @property
     def has_experts(self) -> bool:
@@ -106,6 +155,7 @@ class Family:
             config |= GPT_OSS_FP32
         if small:
             config |= SMALL | (SMALL_GEMMA if self.is_gemma else {})
+            config |= SMALL_LINEAR if self.has_states else {}
         return _write(config, folder)
 
     def write_drafter(self, folder: Path, *, fp32: bool, small: bool = False) -> Path:
@@ -123,6 +173,9 @@ class Family:
             "vocab_size": FP32["vocab_size"] if fp32 else target["vocab_size"],
             "dflash_config": {"mask_token_id": 3, "target_layer_ids": FEATURE_LAYERS},
         }
+        if self.has_dflash2:
+            config |= DFLASH2
+            config["dflash_config"] |= DFLASH2_SIZES
         if small:
             config |= SMALL
         return _write(config, folder)
@@ -136,6 +189,8 @@ FAMILIES = [
     Family("llama", "llama-3.1-8b"),
     Family("qwen2", "qwen3-8b", QWEN2),
     Family("gpt-oss", "gpt-oss-20b"),
+    Family("dflash2", "qwen3-4b", has_dflash2=True),
+    Family("qwen3.5", "qwen3-8b", QWEN3_5),
 ]
 
 

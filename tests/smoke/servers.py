@@ -62,6 +62,9 @@ def start(
     common += ["--mem-fraction-static", "0.9", "--chunked-prefill-size", "128"]
     if seeded:
         common.append("--enable-deterministic-inference")
+    if family.has_states:
+        # by default, all memory that KV leaves
+        common += ["--max-mamba-cache-size", "64"]
     graphs = ["--cuda-graph-max-bs-decode", str(LARGEST_GRAPH), "--disable-prefill-cuda-graph"]
     # experts in plain torch read sizes on the host, which a CUDA graph cannot
     exact = ["--disable-cuda-graph"] if family.has_experts or small else graphs
