@@ -46,6 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="usual",
         help=f"exactness tests run under each of these (by commas): {', '.join(SCHEDULES)}",
     )
+    parser.addoption("--families", help="run tests/e2e/test_families.py with these (by commas)")
+    parser.addoption("--long", action="store_true", help="run the long tests, too")
 
 
 @pytest.hookimpl(trylast=True)
@@ -55,6 +57,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         # a worker gets whole files: those with schedules start with the others, not after them
         items.sort(key=lambda item: item.path)
+    if not config.getoption("--long"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="long: make test-long"))
     if HAS_GPU:
         return
     for item in items:

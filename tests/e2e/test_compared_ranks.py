@@ -40,6 +40,7 @@ def parting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
+@pytest.mark.long
 def test_ranks_agree_in_a_storm_until_one_commits_another_token(parting: Path) -> None:
     """A comparison that never fails would prove nothing."""
     options = soak.parse(["--ranks", "2", "--updates", "0", "--steps", str(STEPS)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,8 +15,36 @@ import requests
 from sglang_dflash.testing.server import Server
 
 
-def ask(server: Server, content: str, **options: Any) -> tuple[str, int, str]:
+class Remembered:
+    """A server whose answers are kept, so that it is asked for each of them once."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._answers: dict[str, Any] = {}
+
+    def recall(self, how: Callable[..., Any], *words: Any, **options: Any) -> Any:
+        key = repr((how.__name__, words, sorted(options.items())))
+        if key not in self._answers:
+            self._answers[key] = how(self._server, *words, **options)
+        return self._answers[key]
+
+    def generate(self, ids: list[int], **params: Any) -> dict[str, Any]:
+        return self.recall(Server.generate, ids, **params)
+
+    def generate_all(self, prompts: list[list[int]], **params: Any) -> list[dict[str, Any]]:
+        return self.recall(Server.generate_all, prompts, **params)
+
+
+@pytest.fixture(scope="module")
+def plain(plain: Server) -> Remembered:
+    """Plain decoding, with which every schedule is compared."""
+    return Remembered(plain)
+
+
+def ask(server: Server | Remembered, content: str, **options: Any) -> tuple[str, int, str]:
     """Ask through the OpenAI client; return text, token count and finish reason."""
+    if isinstance(server, Remembered):
+        return server.recall(ask, content, **options)
     answer = server.client.chat.completions.create(
         model="default",
         messages=[{"role": "user", "content": content}],
@@ -25,8 +54,12 @@ def ask(server: Server, content: str, **options: Any) -> tuple[str, int, str]:
     return choice.message.content or "", answer.usage.completion_tokens, choice.finish_reason
 
 
-def ask_streaming(server: Server, content: str, **options: Any) -> tuple[str, int, str]:
+def ask_streaming(
+    server: Server | Remembered, content: str, **options: Any
+) -> tuple[str, int, str]:
     """Like `ask`, but streamed."""
+    if isinstance(server, Remembered):
+        return server.recall(ask_streaming, content, **options)
     text, tokens, reason = "", 0, ""
     for chunk in server.client.chat.completions.create(
         model="default",
@@ -43,14 +76,14 @@ def ask_streaming(server: Server, content: str, **options: Any) -> tuple[str, in
     return text, tokens, reason
 
 
-def same_ids(plain: Server, dflash: Server, prompts: list[list[int]], **params: Any) -> None:
+def same_ids(plain: Remembered, dflash: Server, prompts: list[list[int]], **params: Any) -> None:
     expected = [answer["output_ids"] for answer in plain.generate_all(prompts, **params)]
     found = [answer["output_ids"] for answer in dflash.generate_all(prompts, **params)]
     assert found == expected
 
 
 @pytest.mark.parametrize("how", [ask, ask_streaming], ids=["whole", "streamed"])
-def test_single_requests(plain: Server, dflash: Server, questions: list[str], how: Any) -> None:
+def test_single_requests(plain: Remembered, dflash: Server, questions: list[str], how: Any) -> None:
     for question in questions[:6]:
         assert how(dflash, question) == how(plain, question)
 
@@ -67,7 +100,7 @@ def test_drafts_are_accepted(dflash: Server, questions: list[str]) -> None:
 
 @pytest.mark.parametrize("how", [ask, ask_streaming], ids=["whole", "streamed"])
 def test_eight_concurrent_requests(
-    plain: Server, dflash: Server, questions: list[str], how: Any
+    plain: Remembered, dflash: Server, questions: list[str], how: Any
 ) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda q: how(dflash, q), questions[12:20]))
@@ -76,13 +109,13 @@ def test_eight_concurrent_requests(
 
 
 def test_eight_concurrent_requests_by_token_id(
-    plain: Server, dflash: Server, prompts: list[list[int]]
+    plain: Remembered, dflash: Server, prompts: list[list[int]]
 ) -> None:
     same_ids(plain, dflash, prompts[20:28], max_new_tokens=150)
 
 
 def test_shared_prefixes_that_hit_the_cache(
-    plain: Server, dflash: Server, prompts: list[list[int]]
+    plain: Remembered, dflash: Server, prompts: list[list[int]]
 ) -> None:
     """A cached prefix keeps the draft KV written when it was first prefilled."""
     prefix = prompts[28] + prompts[29]
@@ -105,7 +138,7 @@ def test_acceptance_survives_a_cache_hit(dflash: Server, prompts: list[list[int]
 
 
 def test_prompt_longer_than_the_prefill_chunk(
-    plain: Server, dflash: Server, prompts: list[list[int]]
+    plain: Remembered, dflash: Server, prompts: list[list[int]]
 ) -> None:
     long = [sum((prompts[i] for i in group), []) for group in ((34, 35, 36, 37), (38, 39, 40, 41))]
     assert all(len(ids) > 64 for ids in long)
@@ -113,7 +146,9 @@ def test_prompt_longer_than_the_prefill_chunk(
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 15, 16, 17])
-def test_max_tokens(plain: Server, dflash: Server, questions: list[str], max_tokens: int) -> None:
+def test_max_tokens(
+    plain: Remembered, dflash: Server, questions: list[str], max_tokens: int
+) -> None:
     for question in questions[42:45]:
         expected = ask(plain, question, max_tokens=max_tokens)
         assert ask(dflash, question, max_tokens=max_tokens) == expected
@@ -121,7 +156,7 @@ def test_max_tokens(plain: Server, dflash: Server, questions: list[str], max_tok
 
 
 def test_end_of_text_in_the_block_that_reaches_max_tokens(
-    plain: Server, dflash: Server, questions: list[str]
+    plain: Remembered, dflash: Server, questions: list[str]
 ) -> None:
     """SGLang checks max_tokens first, for the whole block, and would return tokens past the end."""
     for question in questions[42:46]:
@@ -132,7 +167,7 @@ def test_end_of_text_in_the_block_that_reaches_max_tokens(
             assert ask(dflash, question, max_tokens=tokens + extra) == expected
 
 
-def test_stop_strings(plain: Server, dflash: Server, questions: list[str]) -> None:
+def test_stop_strings(plain: Remembered, dflash: Server, questions: list[str]) -> None:
     """The stop string ends inside a block: nothing after it is returned or counted."""
     stopped = 0
     for question in questions[45:50]:
@@ -145,7 +180,9 @@ def test_stop_strings(plain: Server, dflash: Server, questions: list[str]) -> No
     assert stopped == 5
 
 
-def test_end_of_text_inside_a_block(plain: Server, dflash: Server, questions: list[str]) -> None:
+def test_end_of_text_inside_a_block(
+    plain: Remembered, dflash: Server, questions: list[str]
+) -> None:
     ended = [ask(dflash, question, max_tokens=400) for question in questions[50:56]]
     expected = [ask(plain, question, max_tokens=400) for question in questions[50:56]]
     assert ended == expected
@@ -153,17 +190,17 @@ def test_end_of_text_inside_a_block(plain: Server, dflash: Server, questions: li
     assert inside and any(inside)
 
 
-def test_ignore_eos_runs_on(plain: Server, dflash: Server, prompts: list[list[int]]) -> None:
+def test_ignore_eos_runs_on(plain: Remembered, dflash: Server, prompts: list[list[int]]) -> None:
     same_ids(plain, dflash, prompts[56:58], max_new_tokens=200, ignore_eos=True)
 
 
 def test_request_to_the_context_length_beside_another(
-    plain: Server, dflash: Server, prompts: list[list[int]]
+    plain: Remembered, dflash: Server, prompts: list[list[int]]
 ) -> None:
     """In-tree DFLASH reserves slots past the end of the request's row, in its neighbour's."""
     together = [prompts[58], prompts[59], prompts[60]]
 
-    def to_the_end(server: Server) -> list[list[int]]:
+    def to_the_end(server: Server | Remembered) -> list[list[int]]:
         with ThreadPoolExecutor(3) as pool:
             answers = pool.map(
                 lambda ids: server.generate(ids, max_new_tokens=511 - len(ids), ignore_eos=True),
@@ -188,7 +225,7 @@ def random_request(chance: random.Random, prompts: list[list[int]]) -> tuple[lis
     return ids[:400], params
 
 
-def same_answers(plain: Server, dflash: Server, requests: list[tuple[Any, ...]]) -> None:
+def same_answers(plain: Remembered, dflash: Server, requests: list[tuple[Any, ...]]) -> None:
     """Compare the answers to requests of prompt and parameters, twelve at a time."""
     with ThreadPoolExecutor(12) as pool:
         found = list(pool.map(lambda r: dflash.generate(r[0], **r[1]), requests))
@@ -199,14 +236,14 @@ def same_answers(plain: Server, dflash: Server, requests: list[tuple[Any, ...]])
 
 
 def test_fifty_random_requests_of_mixed_shape(
-    plain: Server, dflash: Server, prompts: list[list[int]]
+    plain: Remembered, dflash: Server, prompts: list[list[int]]
 ) -> None:
     chance = random.Random(2024)
     same_answers(plain, dflash, [random_request(chance, prompts) for _ in range(50)])
 
 
 def test_aborts_in_mid_stream_leave_the_others_alone(
-    plain: Server, dflash: Server, questions: list[str]
+    plain: Remembered, dflash: Server, questions: list[str]
 ) -> None:
     expected = [ask(plain, question, max_tokens=200) for question in questions[:4]]
     found: list[Any] = [None] * 4

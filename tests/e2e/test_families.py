@@ -107,9 +107,24 @@ class Family:
 
 HYBRID = ("qwen3-next", "qwen3.5")
 FAMILIES = ["qwen2", "qwen3", "gemma4", "gemma4-moe", "gpt-oss", "granite", *HYBRID]
+# covered by others: experts, and the same linear attention
+LONG_FAMILIES = ("qwen3-next",)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "family" in metafunc.fixturenames:
+        asked = metafunc.config.getoption("--families")
+        chosen = asked.split(",") if asked else FAMILIES
+        if unknown := set(chosen) - set(FAMILIES):
+            raise pytest.UsageError(f"--families knows {FAMILIES}, not {sorted(unknown)}")
+        params = [
+            pytest.param(name, marks=pytest.mark.long) if name in LONG_FAMILIES else name
+            for name in chosen
+        ]
+        metafunc.parametrize("family", params, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     if request.param == "gemma4-moe" and torch.cuda.is_available():
         pytest.skip("SGLang's experts in torch read sizes on the host: not in a CUDA graph")

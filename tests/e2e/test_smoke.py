@@ -9,6 +9,7 @@ from tests.smoke import run
 from tests.smoke.checks import EXACT, SEEDED, Checks
 
 GEMMA, GEMMA_WITH_EXPERTS, _, QWEN3 = run.FAMILIES[:4]
+LINEAR = run.FAMILIES[-1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="`make smoke` runs all of it")
@@ -20,6 +21,14 @@ def test_a_family_passes_on_a_cpu() -> None:
     assert "our worker, plan_stream" in checks
 
 
+@pytest.mark.long
+@pytest.mark.skipif(torch.cuda.is_available(), reason="`make smoke` runs all of it")
+def test_a_family_with_linear_attention_passes_on_a_cpu() -> None:
+    found = run.run_family(LINEAR, small=True)
+    assert run.is_fine(found), found
+
+
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="`--tp 2` runs all of it")
 def test_a_family_passes_on_two_ranks_of_a_cpu() -> None:
     """As on one GPU, but for NCCL and CUDA graphs: both ranks fuse their shards of Gemma's layers,
@@ -31,6 +40,7 @@ def test_a_family_passes_on_two_ranks_of_a_cpu() -> None:
     assert {f"{kind}, as one rank" for kind in EXACT} == set(found["checks"]["plain"])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="`--tp 2` runs all of it")
 def test_seeded_answers_on_two_ranks_of_a_cpu() -> None:
     found = run.run_family(QWEN3, small=True, ranks=2, seeded=True)
