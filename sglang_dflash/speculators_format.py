@@ -87,7 +87,7 @@ def translate(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
             f"{' and '.join(map(repr, ARCHITECTURES))}. Use a DFlash drafter for this target."
         )
     is_dflash2 = kind == "dflash2"
-    sizes = {key: config.get(key) for key in dflash2_format.SIZES if key in config}
+    sizes = {key: config[key] for key in dflash2_format.SIZES if key in config}
     layers = _layers(config, name)
     size = config.get("target_hidden_size")
     if size not in (None, layers["hidden_size"]):

@@ -78,18 +78,13 @@ class DFlash2Layer(DraftLayer):
         self.attention_conv = BlockConvolution(spec.dflash2, **sizes)
         self.mlp_conv = BlockConvolution(spec.dflash2, **sizes)
 
-    def forward(
-        self, positions: Tensor, hidden: Tensor, residual: Tensor | None, forward_batch: Any
-    ) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            hidden, residual = self.input_layernorm(hidden), hidden
-        else:
-            hidden, residual = self.input_layernorm(hidden, residual)
+    def attend(self, positions: Tensor, hidden: Tensor, forward_batch: Any) -> Tensor:
         hidden, kept = self.attention_conv.before(hidden)
-        hidden = self.attention_conv.after(self.self_attn(positions, hidden, forward_batch), kept)
-        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.attention_conv.after(super().attend(positions, hidden, forward_batch), kept)
+
+    def transform(self, hidden: Tensor) -> Tensor:
         hidden, kept = self.mlp_conv.before(hidden)
-        return self.mlp_conv.after(self.mlp(hidden), kept), residual
+        return self.mlp_conv.after(super().transform(hidden), kept)
 
 
 class CandidateSelector(nn.Module):

@@ -172,9 +172,17 @@ class DraftLayer(nn.Module):
             hidden, residual = self.input_layernorm(hidden), hidden
         else:
             hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(positions, hidden, forward_batch)
+        hidden = self.attend(positions, hidden, forward_batch)
         hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(hidden), residual
+        return self.transform(hidden), residual
+
+    def attend(self, positions: Tensor, hidden: Tensor, forward_batch: Any) -> Tensor:
+        """Return what attention adds to the residual stream, from its normed input."""
+        return self.self_attn(positions, hidden, forward_batch)
+
+    def transform(self, hidden: Tensor) -> Tensor:
+        """Return what the MLP adds to the residual stream, from its normed input."""
+        return self.mlp(hidden)
 
 
 class DFlashDraftModel(nn.Module):

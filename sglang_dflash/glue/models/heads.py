@@ -210,9 +210,11 @@ class BlockHead:
         anchors: Tensor | None = None,  # [b] int64
     ) -> Drafted:
         """Return what `draft` does, from the hidden states of whole blocks."""
-        if hidden.device.type != "cpu" or wanted < self.block_size - 1:
+        if hidden.device.type != "cpu" or wanted < self.block_size - 1 or self.needs_anchors:
             rows = self.masked_rows(hidden, wanted)
-            return self.draft(rows, noise, wanted=wanted, with_confidence=with_confidence)
+            return self.draft(
+                rows, noise, wanted=wanted, with_confidence=with_confidence, anchors=anchors
+            )
         # on a CPU the GEMM is faster over whole blocks, though one row is not needed
         if noise is not None:
             noise = Noise(noise.keys.roll(self._first, dims=1), noise.scales)

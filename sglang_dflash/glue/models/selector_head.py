@@ -45,20 +45,6 @@ class SelectorHead(BlockHead):
         wanted = self.block_size - 1
         return -(-drafts // wanted), wanted
 
-    def draft_blocks(
-        self,
-        hidden: Tensor,
-        noise: Noise | None,
-        *,
-        wanted: int,
-        with_confidence: bool = False,
-        anchors: Tensor | None = None,
-    ) -> Drafted:
-        rows = self.masked_rows(hidden, wanted)
-        return self.draft(
-            rows, noise, wanted=wanted, with_confidence=with_confidence, anchors=anchors
-        )
-
     def draft(
         self,
         rows: Tensor,
