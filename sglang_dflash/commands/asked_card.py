@@ -9,9 +9,8 @@ import torch
 
 from sglang_dflash.commands.card_names import CARDS, FRACTION, SLIDING_SHARE
 from sglang_dflash.commands.card_plan import limits_of, released, sliding_share
+from sglang_dflash.commands.memory_plan import GIB
 from sglang_dflash.kernels import cards
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sglang_dflash.commands.card_names import FRACTION
 from sglang_dflash.commands.memory_plan import GIB, RankMemory
 from sglang_dflash.config import DrafterSpec
 from sglang_dflash.draft_backends import Place, choose_draft_backend
@@ -50,7 +51,7 @@ class Limits:
         return found
 
 
-def limits_of(gib: float, *, fraction_80gb: float = 0.85) -> Limits:
+def limits_of(gib: float, *, fraction_80gb: float = FRACTION) -> Limits:
     """Return the settings for a card with this much memory."""
     if gib < 28:
         return Limits(0.88, requests=4, chunk=2048, sliding_share=0.15)
@@ -59,7 +60,7 @@ def limits_of(gib: float, *, fraction_80gb: float = 0.85) -> Limits:
     if gib < LARGE_GIB:
         return Limits(0.9, requests=16, chunk=4096)
     # as launch/serve.sh and the recipes have it
-    return Limits(fraction_80gb if gib < 100 else 0.85)
+    return Limits(fraction_80gb if gib < 100 else FRACTION)
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,10 @@ class Offer:
     @property
     def tokens(self) -> int:
         return self.memory.tokens(self.gib, self.limits.fraction)
+
+    @property
+    def kv_name(self) -> str:
+        return "bf16" if self.kv_dtype == "auto" else self.kv_dtype
 
     @property
     def context(self) -> int:
@@ -133,7 +138,7 @@ class Offer:
         return {
             "pair": f"{self.form.target} + {self.pair.drafter}",
             "weights": f"{self.form.kind}, {self.memory.weights / GIB:.1f} GiB with the drafter",
-            "KV cache": "bf16" if self.kv_dtype == "auto" else self.kv_dtype,
+            "KV cache": self.kv_name,
             "KV tokens": self.tokens,
             "context": self.context,
         }

@@ -31,5 +31,4 @@ def table() -> str:
 def cells(offer: Offer) -> list[str]:
     # to thousands, as launch scripts leave some memory unused
     tokens = f"{offer.tokens // 1000 * 1000:,}"
-    kv = "bf16" if offer.kv_dtype == "auto" else offer.kv_dtype
-    return [f"`{offer.form.target}`", offer.form.kind, kv, f"{offer.context:,}", tokens]
+    return [f"`{offer.form.target}`", offer.form.kind, offer.kv_name, f"{offer.context:,}", tokens]
