@@ -9,7 +9,6 @@ a GPU. tests/e2e/test_fork_server.py compares it with one that starts as users s
 from __future__ import annotations
 
 import atexit
-import gc
 import importlib
 import json
 import os
@@ -196,9 +195,6 @@ def _become(request: dict[str, Any], output: int) -> None:
 def main() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
-    # what was imported stays: collecting it again would copy its pages into every server
-    gc.collect()
-    gc.freeze()
     # it looks for the arguments beside the environment, which will have moved
     setproctitle.getproctitle()
     if _serve(socket.socket(fileno=int(sys.argv[1]))):

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_dflash.dflash2_format import SIZES
+from sglang_dflash.released_drafters import DFLASH2
+
 SHAPES = Path(__file__).resolve().parents[2] / "benchmarks" / "shapes"
 # SGLang captures a layer's output as the input of the next
 FEATURE_LAYERS = [0, 1, 2]
@@ -106,14 +109,6 @@ QWEN3_5: dict[str, Any] = {
     "bos_token_id": 248043,
     "eos_token_id": 248044,
 }
-# a drafter with convolutions and a selector
-DFLASH2: dict[str, Any] = {"architectures": ["DFlash2DraftModel"], "is_causal": False}
-DFLASH2_SIZES: dict[str, Any] = {
-    "conv_kernel_size": 2,
-    "conv_group_size": 32,
-    "selector_rank": 64,
-    "selector_top_k": 16,
-}
 
 
 @dataclass(frozen=True)
@@ -174,8 +169,8 @@ class Family:
             "dflash_config": {"mask_token_id": 3, "target_layer_ids": FEATURE_LAYERS},
         }
         if self.has_dflash2:
-            config |= DFLASH2
-            config["dflash_config"] |= DFLASH2_SIZES
+            config |= {key: DFLASH2[key] for key in ("architectures", "is_causal")}
+            config["dflash_config"] |= {key: DFLASH2["dflash_config"][key] for key in SIZES}
         if small:
             config |= SMALL
         return _write(config, folder)
