@@ -1,7 +1,7 @@
 # make demo   install, serve here, show plain decoding and DFLASH side by side, speed and acceptance
 # make chat   the same, with your own questions
-# make test   install and run every test that this machine can run, and some of them on the oldest
-#             SGLang that is served
+# make test   install and run the tests that this machine can run, but for the longest, and some of
+#             them on the oldest SGLang that is served
 # make test-long   the tests that make test leaves out: storms, and the smoke test on two CPU ranks
 # make smoke  serve every recipe family on this machine's GPU: start-up, exactness, step time
 # make release   the wheel, and the pairs' weights as a file of their own, into dist/
