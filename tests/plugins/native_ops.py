@@ -1,14 +1,20 @@
 """A plug-in for tests on a GPU: SGLang's layers in plain torch, so that fp32 runs.
 
-SGLang's fused norm and activation kernels support half precision only, and the tiles of its
-attention kernels exceed shared memory at large head dims in fp32. The exactness tests need fp32,
-where the difference between two correct computations is far smaller than that between two tokens.
+SGLang's fused norm and activation kernels and its prefill of linear attention support half
+precision only, and the tiles of its attention kernels exceed shared memory at large head dims in
+fp32. The exactness tests need fp32, where the difference between two correct computations is far
+smaller than that between two tokens.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import sglang_dflash
 
 
 def activate() -> None:
@@ -23,6 +29,7 @@ def activate() -> None:
         from sglang.kernels.fused_op import KernelBackend, set_fused_op_backend
 
         set_fused_op_backend(KernelBackend.TORCH)
+        _prefill_linear_attention_in_torch()
     # as in a CPU server: experts with any activation, Gemma 4's router with its scale
     from sglang_dflash.glue.cpu import experts
 
@@ -38,6 +45,29 @@ def _dispatch_to_native(kind: Any) -> None:
         return self.forward_native if has_native else dispatch(self)
 
     kind.dispatch_forward = dispatch_forward
+
+
+def _prefill_linear_attention_in_torch() -> None:
+    from sglang.srt.layers.attention.linear.kernels import gdn_triton
+
+    prefill = gdn_triton.chunk_gated_delta_rule
+    in_torch = gated_delta_rule().chunk_gated_delta_rule_cpu
+
+    def choose(*, q: Any, **named: Any) -> Any:
+        return (in_torch if q.element_size() == 4 else prefill)(q=q, **named)
+
+    gdn_triton.chunk_gated_delta_rule = choose
+
+
+def gated_delta_rule() -> ModuleType:
+    """Return the recurrence of CPU servers, which runs on any device. It is part of a stand-in for
+    sgl_kernel, so by name it is found on a CPU only."""
+    file = Path(sglang_dflash.__file__).parent / "glue/cpu/path/sgl_kernel/mamba.py"
+    spec = importlib.util.spec_from_file_location("gated_delta_rule", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _shrink_attention_tiles() -> None:

@@ -71,6 +71,7 @@ def run_family(
             for server in servers.values():
                 server.wait()
             found["start_s"] = {name: server.start_s for name, server in servers.items()}
+            print(f"{family.name}: started, s: {found['start_s']}", flush=True)
             with ASKING[ranks]:
                 asking = time.monotonic()
                 for name, checked in check(servers, folder, seeded=seeded):
@@ -79,6 +80,9 @@ def run_family(
                         how = expected_worker(family, name, small=small, seeded=seeded)
                         checked |= checks.check_worker(servers[name], how)
                         checked |= checks.check_compared(servers[name]) if ranks > 1 else {}
+                    failed = {each: result for each, result in checked.items() if result != "ok"}
+                    told = f"{len(checked) - len(failed)} of {len(checked)} checks passed"
+                    print(f"{family.name}, {name}: {told} {failed or ''}", flush=True)
                 found["ask_s"] = round(time.monotonic() - asking, 1)
         except Exception as error:  # one family's failure must not hide the others
             traceback.print_exc()

@@ -71,6 +71,9 @@ def start(
     if family.is_gpt_oss and not small:
         # SGLang's choice for gpt-oss lays out the experts for its own kernel only
         exact += ["--moe-runner-backend", "triton"]
+    if family.has_states and not small:
+        # FlashInfer's prefill, which is SGLang's choice on Hopper, is for half precision
+        exact += ["--linear-attn-prefill-backend", "triton"]
     wide = "1" if ranks == 1 else "2"
     # SGLang itself may be on the path that is inherited
     path = os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH")]))
