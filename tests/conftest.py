@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from typing import Any
 
@@ -19,6 +20,10 @@ from tests import fork_server
 
 STAND_INS = ROOT / "sglang_dflash" / "glue" / "cpu" / "path"
 HAS_GPU = torch.cuda.is_available()
+
+# a shell without job control starts background jobs with Ctrl-C ignored, which every process that a
+# test starts would inherit
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if HAS_GPU:
     Server.script = ROOT / "tests" / "gpu.sh"
