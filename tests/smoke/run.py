@@ -46,6 +46,7 @@ from sglang_dflash.testing.server import ROOT, START_TIMEOUT_S, Server, free_por
 from tests.smoke import checks
 from tests.smoke.families import FAMILIES, Family
 from tests.smoke.servers import expected_worker, script_folder, start
+from tests.smoke.since import failed, is_fine
 
 RECIPE = recipes.Cell("gemma4-31b", "bf16", "ours", 8)
 LIMIT_S = 480
@@ -86,7 +87,7 @@ def run_family(
                 found["ask_s"] = round(time.monotonic() - asking, 1)
         except Exception as error:  # one family's failure must not hide the others
             traceback.print_exc()
-            found["error"] = f"{type(error).__name__}: {str(error)[:2000]}"
+            found["error"] = f"{type(error).__name__}: {str(error)[-2000:]}"
         finally:
             for server in servers.values():
                 server.stop()
@@ -125,12 +126,6 @@ def run_recipe() -> dict[str, Any]:
     )
     [(_, found)] = recipes.run_group([RECIPE], options, timeout_s=START_TIMEOUT_S)
     return found | {"seconds": round(time.monotonic() - began, 1)}
-
-
-def is_fine(found: dict[str, Any]) -> bool:
-    """Return whether nothing went wrong in a family or the recipe."""
-    checks = [result for each in found.get("checks", {}).values() for result in each.values()]
-    return "error" not in found and all(result == "ok" for result in checks)
 
 
 def result_file(ranks: int) -> Path:
@@ -186,8 +181,7 @@ def main() -> None:
     if not options.no_recipe:
         report["recipe"] = {RECIPE.key: run_recipe()}
         print(json.dumps(report["recipe"], indent=1), flush=True)
-    parts = [*report["families"].values(), *report.get("recipe", {}).values()]
-    report["passed"] = all(map(is_fine, parts))
+    report["passed"] = not failed(report)
     report["whole"] = options.is_whole and (options.tp > 1 or not options.no_recipe)
     report["seconds"] = round(time.monotonic() - began, 1)
     out = options.out or result_file(options.tp)

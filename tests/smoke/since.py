@@ -36,9 +36,22 @@ def report() -> str:
     return "\n".join(map(describe, sorted(results, key=lambda found: str(found["sglang"]))))
 
 
+def is_fine(found: dict[str, Any]) -> bool:
+    """Return whether nothing went wrong in a family or the recipe."""
+    checks = [result for each in found.get("checks", {}).values() for result in each.values()]
+    return "error" not in found and all(result == "ok" for result in checks)
+
+
+def failed(result: dict[str, Any]) -> list[str]:
+    """Return the names of the families and recipes that failed in a smoke test."""
+    parts = {**result.get("families", {}), **result.get("recipe", {})}
+    return [name for name, found in parts.items() if not is_fine(found)]
+
+
 def describe(found: dict[str, Any]) -> str:
     """Return the verdict of a smoke test, and what has changed since."""
-    commit, verdict = found["commit"], "passed" if found["passed"] else "FAILED"
+    commit, names = found["commit"], ", ".join(failed(found))
+    verdict = "passed" if found["passed"] else f"FAILED ({names})"
     ranks = f", {found['ranks']} ranks," if found.get("ranks", 1) > 1 else ""
     at = f"smoke: {verdict} on {found['gpu']} with SGLang {found['sglang']}{ranks} at {commit}"
     files = changed_since(commit) if commit else None

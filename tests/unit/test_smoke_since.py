@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.smoke import since
+from tests.smoke.families import FAMILIES
+from tests.smoke.join import join
 
 SERVING = ("sglang_dflash/glue/step/worker.py", "sglang_dflash/step.py")
 BESIDE = ("sglang_dflash/commands/report.py", "sglang_dflash/train/loss.py", "README.md")
@@ -61,3 +63,45 @@ def test_each_release_has_its_result_and_a_commit_of_another_history_is_said(his
 def test_without_a_result_the_smoke_is_asked_for(history: Path) -> None:
     (history / "smoke-h200.json").unlink()
     assert "make smoke" in since.report()
+
+
+# a result of several calls
+
+FINE = {"checks": {"exact": {"greedy": "ok"}}}
+WRONG = {"checks": {"exact": {"greedy": "3 of 12 differ"}}, "logs": {"exact": "a log"}}
+
+
+def call(commit: str = "abc", **parts: dict[str, object]) -> dict[str, object]:
+    return {"commit": commit, "sglang": "0.5.23", "command": "smoke", "seconds": 5.0, **parts}
+
+
+def test_calls_are_joined_and_a_later_one_replaces_a_family() -> None:
+    names = [family.name for family in FAMILIES]
+    first = call(families={name: WRONG for name in names[:4]})
+    assert join([first])["passed"] is False and since.failed(join([first])) == names[:4]
+    second = call(families={name: FINE for name in names}, recipe={"31B": FINE})
+    joined = join([first, second])
+    assert joined["passed"] and joined["whole"] and joined["seconds"] == 10
+    assert "logs" not in str(join([first]))
+
+
+def test_a_family_that_is_missing_makes_a_result_partial() -> None:
+    assert join([call(families={"gemma4": FINE}, recipe={"31B": FINE})])["whole"] is False
+
+
+def test_an_error_is_a_failure_and_keeps_its_first_line() -> None:
+    joined = join([call(families={"llama": {"error": "RuntimeError: it ended\nTraceback"}})])
+    assert joined["passed"] is False
+    assert joined["families"]["llama"]["error"] == "RuntimeError: it ended"
+
+
+def test_calls_at_different_commits_are_not_joined() -> None:
+    with pytest.raises(SystemExit, match="commit differ"):
+        join([call(families={}), call("def", families={})])
+
+
+def test_what_failed_is_named(history: Path) -> None:
+    result = json.loads((history / "smoke-h200.json").read_text())
+    result |= {"passed": False, "families": {"gemma4": FINE, "llama": WRONG}}
+    (history / "smoke-h200.json").write_text(json.dumps(result))
+    assert "FAILED (llama) on" in since.report()
