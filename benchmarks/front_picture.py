@@ -49,7 +49,7 @@ def bars_of(label: str, kind: str, points: Points, plain: Points, *, hatch: str 
 
 
 def left_bars(serving: dict[str, Any], newest: dict[str, Any], system: str) -> list[Bars]:
-    """Return ours and SGLang's DFLASH from one call, and SGLang's DFLASH of its newest release."""
+    """Return ours and SGLang's DFLASH from one call, and both from a call with a newer release."""
     plain = points_of(serving, "plain")
     here, later = f"SGLang {serving['sglang']}", f"SGLang {newest['sglang']}"
     target = newest["results"][system]["attention"]["decode"]
@@ -57,7 +57,14 @@ def left_bars(serving: dict[str, Any], newest: dict[str, Any], system: str) -> l
         bars_of(f"{NAMES['ours']} ({here})", "ours", points_of(serving, "ours"), plain),
         bars_of(f"{NAMES['in-tree']} ({here})", "in-tree", points_of(serving, "in-tree"), plain),
         bars_of(
-            f"{NAMES['in-tree']} ({later}, {target.upper()}, separate call)",
+            f"{NAMES['ours']} ({later}, separate call)",
+            "ours",
+            points_of(newest, "ours"),
+            plain,
+            hatch="///",
+        ),
+        bars_of(
+            f"{NAMES['in-tree']} ({later}, {target.upper()}, that call)",
             "in-tree",
             points_of(newest, system),
             plain,
@@ -158,7 +165,7 @@ def draw_load(axis: Any, load: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--serving", type=Path, default=RESULTS / "serving-h200.json")
-    parser.add_argument("--newest", type=Path, default=RESULTS / "serving-sglang-0523-h200.json")
+    parser.add_argument("--newest", type=Path, default=RESULTS / "serving-0.5.23-h200.json")
     parser.add_argument("--newest-system", default="in-tree-fa4", help="its fastest there")
     parser.add_argument("--load", type=Path, default=RESULTS / "load-gemma4-31b-h200.json")
     parser.add_argument("--out", type=Path, default=RESULTS / "front-h200.png")

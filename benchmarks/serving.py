@@ -285,24 +285,23 @@ def rates(results: dict[str, Any]) -> dict[tuple[str, int, int], dict[str, dict[
 
 def table(results: dict[str, Any]) -> str:
     """Return the rates as Markdown, a row per point and a column per system."""
-    compared = {"ours", "in-tree"} <= set(results)
+    peers = [name for name in results if systems.kind_of(name) == "in-tree" and "ours" in results]
     titles = ["sampling", "context", "requests"]
     titles += [f"{system}, tok/s (step, ms)" for system in results]
-    titles += ["ours / in-tree"] if compared else []
+    titles += [f"ours / {peer}" for peer in peers]
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     for point, found in rates(results).items():
         cells = [*map(str, point), *(rate_cell(found[s]) if s in found else "" for s in results)]
-        if compared:
-            cells.append(ratio_cell(found))
+        cells += [ratio_cell(found, peer) for peer in peers]
         lines.append("| " + " | ".join(cells) + " |")
     about = systems.backends_line(results)
     return "\n".join([*lines, *(["", about] if about else []), *idle_shares(results)])
 
 
-def ratio_cell(found: dict[str, Any]) -> str:
-    if not {"ours", "in-tree"} <= set(found):
+def ratio_cell(found: dict[str, Any], peer: str) -> str:
+    if not {"ours", peer} <= set(found):
         return ""
-    return f"{found['ours']['tokens_per_s'] / found['in-tree']['tokens_per_s']:.2f}x"
+    return f"{found['ours']['tokens_per_s'] / found[peer]['tokens_per_s']:.2f}x"
 
 
 def rate_cell(point: dict[str, Any]) -> str:
