@@ -19,6 +19,7 @@ The gain from overlap scheduling: `--systems ours-in-turn ours ours-plan-stream 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
@@ -101,18 +102,19 @@ def profile(
     The trace is copied into the folder `keep`, if given.
     """
     prompts = draw_prompts(num_requests, context, "profile", options.ids)
-    # long enough to be still decoding when the profiler starts
-    load = threading.Thread(target=run_batch, args=(options.url, prompts, 1600, "greedy"))
+    load = threading.Thread(target=run_until_aborted, args=(options.url, prompts))
     with tempfile.TemporaryDirectory() as folder:
         load.start()
         time.sleep(2.0 if num_requests <= 8 else 4.0)
         body: dict[str, Any] = {"output_dir": folder, "num_steps": PROFILED_STEPS}
         body["activities"] = ["GPU"]
         requests.post(f"{options.url}/start_profile", json=body, timeout=60).raise_for_status()
-        load.join()
         deadline = time.monotonic() + 30
         while not (traces := list(Path(folder).glob("**/*.gz"))) and time.monotonic() < deadline:
             time.sleep(0.5)
+        body = {"rid": "", "abort_all": True}
+        requests.post(f"{options.url}/abort_request", json=body, timeout=60).raise_for_status()
+        load.join()
         if not traces:
             raise RuntimeError(f"the profiler wrote no trace at {num_requests} requests")
         time.sleep(2)  # until the file is complete
@@ -122,6 +124,12 @@ def profile(
         found = split(traces[0])
     say(f"{num_requests} requests of {context}: {report(found)}")
     return {"requests": num_requests, "context": context, **found}
+
+
+def run_until_aborted(url: str, prompts: list[list[int]]) -> None:
+    """Send a batch that is long enough to be still decoding when the profiler starts."""
+    with contextlib.suppress(RuntimeError, requests.RequestException):
+        run_batch(url, prompts, 1600, "greedy")
 
 
 def batches(options: argparse.Namespace) -> list[tuple[int, int]]:
@@ -149,7 +157,7 @@ def run_system(system: str, options: argparse.Namespace, progress: Progress) -> 
                 say(f"{system}: {shown}")
                 progress.step()
                 points.append(point)
-            if options.trace and system.startswith("ours"):
+            if options.trace:
                 # a failed trace must not lose the measurements
                 try:
                     keep = options.logs and options.logs / system
@@ -205,7 +213,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument(
-        "--trace", action="store_true", help="also break down the GPU time of our step"
+        "--trace", action="store_true", help="also break down the GPU time of a step"
     )
     result_files.add_result_options(parser, picture=True)
     options, unknown = parser.parse_known_args()
@@ -295,7 +303,7 @@ def table(results: dict[str, Any]) -> str:
         cells += [ratio_cell(found, peer) for peer in peers]
         lines.append("| " + " | ".join(cells) + " |")
     about = systems.backends_line(results)
-    return "\n".join([*lines, *(["", about] if about else []), *idle_shares(results)])
+    return "\n".join([*lines, *(["", about] if about else []), *gpu_times(results)])
 
 
 def ratio_cell(found: dict[str, Any], peer: str) -> str:
@@ -314,20 +322,21 @@ def rate_cell(point: dict[str, Any]) -> str:
     return f"{rate}, {f'only {together} at once' if together else 'with retractions'}"
 
 
-def idle_shares(results: dict[str, Any]) -> list[str]:
-    """Return a table of the GPU's idle time in greedy steps, for the systems that were traced."""
-    traced = {
-        name: {(s["context"], s["requests"]): f"{s['idle_share']:.1%}" for s in r["gpu_time"]}
-        for name, r in results.items()
-        if r.get("gpu_time")
-    }
+def gpu_times(results: dict[str, Any]) -> list[str]:
+    """Return a table of the GPU time of greedy steps, for the systems that were traced."""
+    traced = [
+        (split["context"], split["requests"], name, split["parts_ms"])
+        for name, result in results.items()
+        for split in result.get("gpu_time", [])
+    ]
     if not traced:
         return []
-    lines = ["", "| GPU idle: context | requests | " + " | ".join(traced) + " |"]
-    lines.append("|" + "---|" * (len(traced) + 2))
-    for point in sorted({point for shares in traced.values() for point in shares}):
-        cells = [*map(str, point), *(shares.get(point, "") for shares in traced.values())]
-        lines.append("| " + " | ".join(cells) + " |")
+    parts = list(dict.fromkeys(part for *_, found in traced for part in found))
+    titles = ["GPU time of a step, ms: context", "requests", "system", *parts]
+    lines = ["", "| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    for context, num_requests, name, found in sorted(traced, key=lambda row: row[:2]):
+        cells = [f"{found[part]:.2f}" if part in found else "" for part in parts]
+        lines.append("| " + " | ".join([str(context), str(num_requests), name, *cells]) + " |")
     return lines
 
 

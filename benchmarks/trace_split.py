@@ -1,12 +1,14 @@
-"""Break down a decode step's GPU time, from an SGLang profiler trace of our worker.
+"""Break down a decode step's GPU time, from a profiler trace of an SGLang server.
 
     python -m benchmarks.trace_split TRACE.json.gz [--top 15] [--out split.json]
 
-A step begins with our `_build_block` kernel, drafting ends with the first `_argmax_merge` and
-verifying with `_accept_block`. Only whole steps count, without the last and the first, which the
-profiler slows down. Idle is the time of a step in which no kernel runs on any stream. Kernels
-overlap: each counts from the end of those that started before it, so that the parts and idle add up
-to the step.
+A step of our worker begins with its `_build_block` kernel, drafting ends with the first
+`_argmax_merge` and verifying with `_accept_block`. Other workers, and plain decoding, have no such
+marks: there the kernels of a CUDA graph share a launch, the largest graph is the target's, and a
+step lasts from one of its launches to the next. Only whole steps count, without the last and the
+first, which the profiler slows down. Idle is the time of a step in which no kernel runs on any
+stream. Kernels overlap: each counts from the end of those that started before it, so that the parts
+and idle add up to the step.
 """
 
 from __future__ import annotations
@@ -16,17 +18,21 @@ import gzip
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from sglang_dflash.interrupt import end_on_interrupt
 
 STEP, DRAFTED, COMMIT = "_build_block", "_argmax_merge", "_accept_block"
-ATTENTION = ("_attend_runs", "_merge_runs", "_fwd_kernel", "extend_attention")
+ATTENTION = ("_attend_runs", "_merge_runs", "_fwd_kernel", "extend_attention", "attn", "flash")
 PRODUCTS = ("_product", "gemm", "nvjet", "cutlass_", "splitk", "gemv", "matmul")
 
+GRAPH = 20  # kernels of one launch, at least, for it to be a CUDA graph
+Event = dict[str, Any]
 
-def kernels(path: Path) -> list[dict[str, Any]]:
+
+def kernels(path: Path) -> list[Event]:
     """Return the GPU work of a trace, sorted by start time."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt") as file:
@@ -35,19 +41,60 @@ def kernels(path: Path) -> list[dict[str, Any]]:
     return sorted(work, key=lambda e: e["ts"])
 
 
-def whole_steps(work: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def our_steps(work: list[Event]) -> list[list[Event]]:
     starts = [i for i, event in enumerate(work) if event["name"] == STEP][1:]
     return [work[a:b] for a, b in zip(starts, starts[1:], strict=False)]
 
 
-def split_step(step: list[dict[str, Any]], end_us: float) -> Counter[str]:
-    """Return the microseconds of each part of one step, `idle` included."""
-    found: Counter[str] = Counter()
-    phase = "draft"
-    covered = step[0]["ts"]
+def our_phases(step: list[Event]) -> list[str]:
+    """Return what each kernel of one of our steps is part of."""
+    found, phase = [], "draft"
     for event in step:
         if event["name"] == COMMIT:
             phase = "commit"
+        found.append(phase)
+        if phase == "draft" and event["name"] == DRAFTED:
+            phase = "verify"
+    return found
+
+
+def launch_of(event: Event) -> Any:
+    return event.get("args", {}).get("correlation")
+
+
+def graph_steps(work: list[Event]) -> list[list[Event]]:
+    """Return the steps of any worker with CUDA graphs; empty without any."""
+    sizes = Counter(launch_of(event) for event in work if launch_of(event) is not None)
+    largest = max(sizes.values(), default=0)
+    if largest < GRAPH:
+        return []
+    # its launches have as many kernels every time; a drafter has fewer layers
+    targets = {launch for launch, size in sizes.items() if size > largest / 2}
+    starts, seen = [], set()
+    for i, event in enumerate(work):
+        launch = launch_of(event)
+        if launch in targets and launch not in seen:
+            seen.add(launch)
+            starts.append(i)
+    return [work[a:b] for a, b in zip(starts[1:], starts[2:], strict=False)]
+
+
+def graph_phases(step: list[Event]) -> list[str]:
+    """Return what each kernel is part of: the target's graph, another graph, or none."""
+    sizes = Counter(map(launch_of, step))
+    target = launch_of(step[0])
+    names = {True: "draft", False: "outside graphs"}
+    return [
+        "verify" if launch_of(event) == target else names[sizes[launch_of(event)] >= GRAPH]
+        for event in step
+    ]
+
+
+def split_step(step: list[Event], phases: list[str], end_us: float) -> Counter[str]:
+    """Return the microseconds of each part of one step, `idle` included."""
+    found: Counter[str] = Counter()
+    covered = step[0]["ts"]
+    for event, phase in zip(step, phases, strict=True):
         name = event["name"].lower()
         part = phase
         if phase == "verify":
@@ -60,8 +107,6 @@ def split_step(step: list[dict[str, Any]], end_us: float) -> Counter[str]:
         end = min(event["ts"] + event["dur"], end_us)
         found[part] += max(0.0, end - max(event["ts"], covered))
         covered = max(covered, end)
-        if phase == "draft" and event["name"] == DRAFTED:
-            phase = "verify"
     found["idle"] = end_us - step[0]["ts"] - found.total()
     return found
 
@@ -69,10 +114,13 @@ def split_step(step: list[dict[str, Any]], end_us: float) -> Counter[str]:
 def split(path: Path) -> dict[str, Any]:
     """Return a step's mean length and parts, in milliseconds."""
     work = kernels(path)
-    steps = whole_steps(work)
+    is_ours = any(event["name"] == STEP for event in work)
+    steps = (our_steps if is_ours else graph_steps)(work)
+    phases: Callable[[list[Event]], list[str]] = our_phases if is_ours else graph_phases
     if not steps:
         raise SystemExit(
-            f"{path} has no complete step of our worker: fewer than three {STEP} kernels."
+            f"{path} has no complete step: fewer than three {STEP} kernels, or than three launches "
+            "of a CUDA graph."
         )
     ends = [step[0]["ts"] for step in steps[1:]]
     steps = steps[: len(ends)]
@@ -80,7 +128,7 @@ def split(path: Path) -> dict[str, Any]:
         raise SystemExit(f"{path} has too few steps; profile at least five.")
     parts: Counter[str] = Counter()
     for step, end in zip(steps, ends, strict=True):
-        parts.update(split_step(step, end))
+        parts.update(split_step(step, phases(step), end))
     length = (ends[-1] - steps[0][0]["ts"]) / len(steps)
     return {
         "steps": len(steps),

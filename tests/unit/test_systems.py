@@ -141,18 +141,22 @@ def test_each_system_has_the_switches_that_make_it():
     assert systems.switches("ours-plan-stream")["SGLANG_ENABLE_OVERLAP_PLAN_STREAM"] == "1"
 
 
-def test_the_table_shows_idle_time_of_what_was_traced():
+def test_the_table_shows_the_gpu_time_of_what_was_traced():
     point = {"context": 512, "requests": 8, "tokens_per_s": 100.0, "step_ms": 20.0}
-    split = {"context": 512, "requests": 8, "idle_share": 0.0125}
+    split = {"context": 512, "requests": 8, "parts_ms": {"draft": 1.625, "idle": 0.25}}
+    theirs = split | {"parts_ms": {"outside graphs": 2.0, "idle": 0.5}}
     results = {
         "ours": {"points": [point], "gpu_time": [split]},
-        "in-tree": {"points": [{**point, "tokens_per_s": 50.0}]},
+        "in-tree": {"points": [{**point, "tokens_per_s": 50.0}], "gpu_time": [theirs]},
     }
     shown = serving.table(results)
     assert "| greedy | 512 | 8 | 100.0 (20.00) | 50.0 (20.00) | 2.00x |" in shown
-    assert shown.endswith(
-        "| GPU idle: context | requests | ours |\n|---|---|---|\n| 512 | 8 | 1.2% |"
-    )
+    assert shown.splitlines()[-4:] == [
+        "| GPU time of a step, ms: context | requests | system | draft | idle | outside graphs |",
+        "|---|---|---|---|---|---|",
+        "| 512 | 8 | ours | 1.62 | 0.25 |  |",
+        "| 512 | 8 | in-tree |  | 0.50 | 2.00 |",
+    ]
     alone = serving.table({"ours": {"points": [point]}})
     assert alone.endswith("|---|---|---|---|\n| greedy | 512 | 8 | 100.0 (20.00) |")
 

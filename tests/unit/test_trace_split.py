@@ -57,5 +57,49 @@ def test_parts_and_idle_add_up_to_a_step(tmp_path: Path) -> None:
 
 
 def test_too_short_a_trace_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="_build_block"):
+    with pytest.raises(SystemExit, match="no complete step"):
         split(write_trace(tmp_path / "trace.json", 2))
+
+
+# a worker without our marks: kernels of a graph share a launch
+GRAPHS = [
+    *[("nvjet_tst", 10.0 * i, 10, "target") for i in range(30)],
+    *[("flash_fwd_sm90", 300 + 5.0 * i, 5, "target") for i in range(20)],
+    ("rms_norm", 400, 20, "target"),
+    ("elementwise", 430, 10, "sampler"),
+    *[("nvjet_tst", 450 + 5.0 * i, 5, "drafter") for i in range(25)],
+]
+
+
+def test_steps_of_another_worker_are_told_apart_by_its_graphs(tmp_path: Path) -> None:
+    events = [
+        {
+            "cat": "kernel",
+            "name": name,
+            "ts": step * STEP_US + start,
+            "dur": duration,
+            "args": {"correlation": f"{launch} {step}"},
+        }
+        for step in range(6)
+        for name, start, duration, launch in GRAPHS
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    found = split(path)
+    assert found["steps"] == 3 and found["step_ms"] == 1.0 and found["launches"] == len(GRAPHS)
+    assert found["parts_ms"] == {
+        "idle": 0.445,
+        "verify matrix products": 0.3,
+        "draft": 0.125,
+        "verify attention": 0.1,
+        "verify rest": 0.02,
+        "outside graphs": 0.01,
+    }
+
+
+def test_a_trace_without_graphs_or_marks_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    event = {"cat": "kernel", "name": "gemm", "ts": 0, "dur": 1, "args": {"correlation": 1}}
+    path.write_text(json.dumps({"traceEvents": [event]}))
+    with pytest.raises(SystemExit, match="CUDA graph"):
+        split(path)
