@@ -97,9 +97,13 @@ def test_full_blocks_are_verified_and_the_server_says_why(hybrid: Hybrid) -> Non
 @pytest.mark.parametrize("kind", ["right4", "right15"])
 def test_retracted_requests_answer_alike(hybrid: Hybrid, kind: str) -> None:
     begin = len(hybrid.dflash.log())
-    found = [answer["output_ids"] for answer in hybrid.ask(kind, hybrid.prompts)]
-    assert found == hybrid.answers
-    assert re.search(r"#retracted_reqs: [1-9]", hybrid.dflash.log()[begin:])
+    # none is retracted if they happen to run one after another, as on a busy machine
+    for _ in range(10):
+        found = [answer["output_ids"] for answer in hybrid.ask(kind, hybrid.prompts)]
+        assert found == hybrid.answers
+        if re.search(r"#retracted_reqs: [1-9]", hybrid.dflash.log()[begin:]):
+            return
+    pytest.fail("no request was retracted")
 
 
 def test_seeded_sampling_answers_alike(hybrid: Hybrid) -> None:
