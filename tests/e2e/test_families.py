@@ -107,8 +107,8 @@ class Family:
 
 HYBRID = ("qwen3-next", "qwen3.5")
 FAMILIES = ["qwen2", "qwen3", "gemma4", "gemma4-moe", "gpt-oss", "granite", *HYBRID]
-# covered by others: experts, and the same linear attention
-LONG_FAMILIES = ("qwen3-next",)
+# covered by others: Qwen3's layers, experts, and the same linear attention
+LONG_FAMILIES = ("qwen2", "qwen3-next")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

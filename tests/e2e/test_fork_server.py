@@ -36,6 +36,7 @@ def leaves(found: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{path}/{key}", value
 
 
+@pytest.mark.long
 def test_a_forked_server_has_the_settings_and_changes_of_one_that_starts_alone() -> None:
     """Its plug-ins load after SGLang's modules: a module that kept an unchanged function, or read
     a variable too early, would be tested instead of what users run."""

@@ -115,6 +115,7 @@ def test_the_command_fits_the_card_that_was_asked_about(
         assert launch() == ["launch/cpu.sh", *pair]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about an environment for a CPU")
 def test_doctor_is_content_with_the_environment_of_make() -> None:
     """Its stand-ins are on the path, and nothing else selects the CPU."""

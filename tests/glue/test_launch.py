@@ -92,7 +92,7 @@ def test_sglangs_own_dflash_picks_its_backends() -> None:
     ("arguments", "message"),
     [
         ((PAIR[0],), "needs TARGET and DRAFTER"),
-        ((PAIR[0], "/nowhere"), "/nowhere cannot be read"),
+        pytest.param((PAIR[0], "/nowhere"), "/nowhere cannot be read", marks=pytest.mark.long),
         ((PAIR[0], str(ROOT / "benchmarks/shapes/gemma4-31b-draft")), "hidden"),
     ],
 )

@@ -72,7 +72,9 @@ def test_switch_is_read_strictly(monkeypatch: pytest.MonkeyPatch) -> None:
         plugin.activate()
 
 
-@pytest.mark.parametrize(("switch", "ours"), [("on", True), ("off", False)])
+@pytest.mark.parametrize(
+    ("switch", "ours"), [pytest.param("on", True, marks=pytest.mark.long), ("off", False)]
+)
 def test_switch_decides_whose_worker_runs(switch: str, ours: bool) -> None:
     """In a fresh process, through SGLang's own loader."""
     script = (

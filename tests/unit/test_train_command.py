@@ -210,7 +210,13 @@ def stop_once(process: subprocess.Popen[str], number: int, ready: Callable[[], o
     return error.splitlines()[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, id="Ctrl-C"),
+        pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.long),
+    ],
+)
 def test_a_stopped_training_is_saved_and_says_how_to_go_on(number: int, out: Path, tmp_path: Path):
     """If this broke, stopping would cost everything since the last checkpoint."""
     folder = tmp_path / "a folder"
