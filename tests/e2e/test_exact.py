@@ -76,6 +76,14 @@ def ask_streaming(
     return text, tokens, reason
 
 
+def ask_all(
+    server: Server | Remembered, asked: list[tuple[str, dict[str, Any]]]
+) -> list[tuple[str, int, str]]:
+    """Ask several questions at the same time, each with its own options."""
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda each: ask(server, each[0], **each[1]), asked))
+
+
 def same_ids(plain: Remembered, dflash: Server, prompts: list[list[int]], **params: Any) -> None:
     expected = [answer["output_ids"] for answer in plain.generate_all(prompts, **params)]
     found = [answer["output_ids"] for answer in dflash.generate_all(prompts, **params)]
@@ -159,12 +167,14 @@ def test_end_of_text_in_the_block_that_reaches_max_tokens(
     plain: Remembered, dflash: Server, questions: list[str]
 ) -> None:
     """SGLang checks max_tokens first, for the whole block, and would return tokens past the end."""
-    for question in questions[42:46]:
-        _, tokens, reason = ask(plain, question, max_tokens=300)
-        assert reason == "stop"
-        for extra in (-1, 0, 1, 2, 7, 14):
-            expected = ask(plain, question, max_tokens=tokens + extra)
-            assert ask(dflash, question, max_tokens=tokens + extra) == expected
+    whole = ask_all(plain, [(question, {"max_tokens": 300}) for question in questions[42:46]])
+    assert [reason for _, _, reason in whole] == ["stop"] * 4
+    asked = [
+        (question, {"max_tokens": tokens + extra})
+        for question, (_, tokens, _) in zip(questions[42:46], whole, strict=True)
+        for extra in (-1, 0, 1, 2, 7, 14)
+    ]
+    assert ask_all(dflash, asked) == ask_all(plain, asked)
 
 
 def test_stop_strings(plain: Remembered, dflash: Server, questions: list[str]) -> None:
@@ -183,9 +193,9 @@ def test_stop_strings(plain: Remembered, dflash: Server, questions: list[str]) -
 def test_end_of_text_inside_a_block(
     plain: Remembered, dflash: Server, questions: list[str]
 ) -> None:
-    ended = [ask(dflash, question, max_tokens=400) for question in questions[50:56]]
-    expected = [ask(plain, question, max_tokens=400) for question in questions[50:56]]
-    assert ended == expected
+    asked = [(question, {"max_tokens": 400}) for question in questions[50:56]]
+    ended = ask_all(dflash, asked)
+    assert ended == ask_all(plain, asked)
     inside = [tokens % 16 != 1 for _, tokens, reason in ended if reason == "stop"]
     assert inside and any(inside)
 
