@@ -38,6 +38,7 @@ from transformers import (
 from sglang_dflash.dflash2_format import DFlash2
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.reference import Drafter, DrafterConfig
+from tests.quantised_targets import UNQUANTISED, quantise
 
 CLASSES = {
     "llama": LlamaForCausalLM,
@@ -53,6 +54,8 @@ CLASSES = {
     "qwen3-next": Qwen3NextForCausalLM,
     "qwen3.5": Qwen3_5ForCausalLM,
 }
+# of a family's target, the format in which its linear layers are quantised
+QUANTISED = {"gemma4-int4": ("gemma4", "int4"), "qwen3-awq": ("qwen3", "awq")}
 NUM_LAYERS = 6
 HIDDEN = 128
 NUM_EXPERTS = 8
@@ -121,6 +124,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 def make_target(family: str, folder: Path, *, seed: int = 0) -> Path:
     """Write a random target of a family, with the embedded pair's tokenizer."""
     torch.manual_seed(seed)
+    family, format_name = QUANTISED.get(family, (family, ""))
     model = CLASSES[family](hf_config(family))
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -141,6 +145,8 @@ def make_target(family: str, folder: Path, *, seed: int = 0) -> Path:
     model.float().eval().save_pretrained(folder)
     if family.startswith("gemma4"):
         _write_sglang_gemma4_keys(folder / "config.json", GLOBAL_KV_HEADS[family])
+    if format_name:
+        quantise(folder, format_name)
     _copy_tokenizer(folder)
     return folder
 
@@ -332,7 +338,9 @@ def hf_config(family: str) -> PreTrainedConfig:
 
 
 def load_target(family: str, folder: Path) -> PreTrainedModel:
-    """Load a target in transformers, fp32."""
+    """Load a target in transformers, fp32; a quantised one with its rounded weights."""
+    if family in QUANTISED:
+        family, folder = QUANTISED[family][0], folder / UNQUANTISED
     config = hf_config(family)
     return CLASSES[family].from_pretrained(folder, config=config, dtype=torch.float32).eval()
 

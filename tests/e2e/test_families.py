@@ -22,6 +22,7 @@ from sglang_dflash.reference import Drafter, generate, generate_plain
 from sglang_dflash.testing.server import Server
 from tests.e2e.conftest import FULL_BLOCKS, SCRIPTED, start_together
 from tests.tiny_models import (
+    QUANTISED,
     VOCAB,
     load_target,
     make_drafter,
@@ -106,9 +107,9 @@ class Family:
 
 
 HYBRID = ("qwen3-next", "qwen3.5")
-FAMILIES = ["qwen2", "qwen3", "gemma4", "gemma4-moe", "gpt-oss", "granite", *HYBRID]
-# covered by others: Qwen3's layers, experts, and the same linear attention
-LONG_FAMILIES = ("qwen2", "qwen3-next")
+FAMILIES = ["qwen2", "qwen3", "gemma4", "gemma4-moe", "gpt-oss", "granite", *HYBRID, *QUANTISED]
+# covered by others: Qwen3's layers, experts, the same linear attention, and quantised weights
+LONG_FAMILIES = ("qwen2", "qwen3-next", "qwen3-awq")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -130,6 +131,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         pytest.skip("SGLang's experts in torch read sizes on the host: not in a CUDA graph")
     if request.param in HYBRID and not seams.chooses_snapshots:
         pytest.skip("refused with this release of SGLang")
+    if request.param in QUANTISED and torch.cuda.is_available():
+        pytest.skip("SGLang's kernels for 4-bit weights are for half precision")
     family = Family(request.param, tmp_path_factory.mktemp(request.param))
     yield family
     family.plain.stop()
@@ -157,9 +160,12 @@ def test_layers_of_a_gemma_are_fused(family: Family) -> None:
     ops = family.dflash.state()["sglang_dflash"]["ops"]
     is_gemma = family.name.startswith("gemma4")
     assert layers == (f"sglang_dflash.{ops}" if is_gemma else "sglang")
-    served = family.dflash.state()["sglang_dflash"]["kernels"]["norm_add_norm"]
+    kernels = family.dflash.state()["sglang_dflash"]["kernels"]
     ours = "torch" if ops == "torch" else f"sglang_dflash.{ops}"
-    assert served == (ours if is_gemma else "sglang (the fused layer is for Gemma 4 only)")
+    kept = "sglang (the fused layer is for Gemma 4 only)"
+    assert kernels["norm_add_norm"] == (ours if is_gemma else kept)
+    if family.name == "gemma4-int4":
+        assert kernels["thin_linear"] == "sglang (where weights are quantised)"
 
 
 def test_drafter_reads_the_family_as_the_oracle_does(family: Family) -> None:

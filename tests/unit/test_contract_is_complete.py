@@ -115,6 +115,7 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     "cpu/experts.py:method": ("UnquantizedFusedMoEMethod",),
     "cpu/experts.py:layer": ("FusedMoE",),
     "cpu/experts.py:chosen": ("StandardTopKOutput",),
+    "cpu/quantised.py:scheme": ("CompressedTensorsWNA16",),
     "logits_output": ("LogitsProcessorOutput",),
     "step/batch_host.py:output": ("LogitsProcessorOutput",),
     "step/graph_outputs.py:output": ("LogitsProcessorOutput",),
@@ -193,6 +194,8 @@ OBJECTS: dict[str, tuple[str, ...]] = {
 OF_TORCH = {"bias", "get_submodule", "weight"}
 # entries that are used without being named
 ALSO_USED = {
+    "compressed_weights": "which parameters a layer has before `compressed_process`",
+    "awq_weights": "which parameters a layer has before `awq_process`",
     "GetInternalStateReqOutput": "handed out by `Fields.edit`",
     "Gemma4MoE": "a layer's `moe`, called by position",
     "rotary_forward": "a drafter's `rotary_emb`, called by position",
@@ -237,6 +240,7 @@ OTHERS = {
     "unusual": "keywords, which are ours to count",
     "weight": "a tensor",
     "cpu/products.py:layer": "a linear layer; its weight is made by its quantisation method",
+    "cpu/quantised.py:layer": "the same; the names of its parameters are in the contract as calls",
 }
 
 

@@ -13,11 +13,11 @@ from sglang_dflash.glue.changes import Hook
 
 
 def install_if_cpu() -> None:
-    """In CPU mode, install attention, GEMMs, experts and sampling, lift two checks, and adapt
+    """In CPU mode, install attention, GEMMs, experts and sampling, lift checks, and adapt
     streams, devices, child processes and threads."""
     if not Environment().is_cpu_mode:
         return
-    from sglang_dflash.glue.cpu import experts, linear_attention, products, sampling
+    from sglang_dflash.glue.cpu import experts, linear_attention, products, quantised, sampling
     from sglang_dflash.glue.cpu.attention import CpuAttention
 
     attention = changes.register(
@@ -31,6 +31,7 @@ def install_if_cpu() -> None:
         # otherwise such targets are refused
         linear_attention.install()
     products.install()
+    quantised.install()
     sampling.install()
     _stub_record_stream()
     _default_to_the_cpu()

@@ -65,6 +65,63 @@ SYMBOLS: dict[str, Symbol] = {
         takes=names("hidden_states gate_weight shared_output final_hidden_states"),
     ),
     "gemma4_norm": Symbol("srt.layers.layernorm", "Gemma4RMSNorm.forward_native", takes=("x",)),
+    # quantised weights
+    "compressed_dtypes": Symbol(
+        "srt.layers.quantization.compressed_tensors.compressed_tensors",
+        "CompressedTensorsConfig.get_supported_act_dtypes",
+        takes=(),
+    ),
+    "awq_dtypes": Symbol(
+        "srt.layers.quantization.awq.awq", "AWQConfig.get_supported_act_dtypes", takes=()
+    ),
+    "compressed_scheme_supported": Symbol(
+        "srt.layers.quantization.compressed_tensors.compressed_tensors",
+        "CompressedTensorsConfig._check_scheme_supported",
+        takes=names("min_capability error"),
+    ),
+    "compressed_process": Symbol(
+        "srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16",
+        "CompressedTensorsWNA16.process_weights_after_loading",
+        takes=("layer",),
+    ),
+    "compressed_multiply": Symbol(
+        "srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16",
+        "CompressedTensorsWNA16.apply_weights",
+        takes=names("layer x bias"),
+    ),
+    "CompressedTensorsWNA16": Symbol(
+        "srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16",
+        "CompressedTensorsWNA16",
+        attributes=names("has_g_idx pack_factor symmetric"),
+    ),
+    "compressed_weights": Symbol(
+        "srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16",
+        "CompressedTensorsWNA16.create_weights",
+        calls=(
+            "layer.register_parameter('weight_packed', weight)",
+            "layer.register_parameter('weight_scale', weight_scale)",
+            "layer.register_parameter('weight_zero_point', qzeros)",
+        ),
+    ),
+    "awq_weights": Symbol(
+        "srt.layers.quantization.awq.schemes.awq_linear",
+        "AWQLinearScheme.create_weights",
+        calls=(
+            "layer.register_parameter('qweight', qweight)",
+            "layer.register_parameter('qzeros', qzeros)",
+            "layer.register_parameter('scales', scales)",
+        ),
+    ),
+    "awq_process": Symbol(
+        "srt.hardware_backend.gpu.quantization.awq_kernels",
+        "AWQLinearKernel.process_weights_after_loading",
+        takes=("layer",),
+    ),
+    "awq_multiply": Symbol(
+        "srt.hardware_backend.gpu.quantization.awq_kernels",
+        "AWQLinearKernel.apply",
+        takes=names("layer x bias"),
+    ),
     # attention
     "AttentionBackend": Symbol("srt.layers.attention.base_attn_backend", "AttentionBackend"),
     "register_attention_backend": Symbol(
