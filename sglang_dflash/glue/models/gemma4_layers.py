@@ -3,7 +3,7 @@
 The forward of each layer is replaced on the instance, for verify blocks only. Norms and RoPE of q,
 k and v are one launch, and so are the norms around a residual, even across a layer boundary. With
 few rows, GEMMs of shapes that measured faster run as `thin_linear`. The kernels are in
-`kernels/gemma_layer/`. The experts themselves stay SGLang's.
+`kernels/gemma_layer/`. The experts themselves stay SGLang's, and so do GEMMs of quantised weights.
 
 With tensor parallelism every rank fuses its shard. Its heads are whole, and what is normalised is a
 sum over the ranks, so the output of attention, MLP and experts is summed first, as SGLang does.
@@ -23,7 +23,7 @@ PRODUCTS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.d
 
 def install_fused_layers(model: Any, ops: Ops) -> str:
     """Fuse every layer of a Gemma-4 target; return which implementation runs the layers."""
-    layers = [m for m in model.modules() if type(m).__name__ == "Gemma4DecoderLayer"]
+    layers = _layers_of(model)
     if not layers:
         return "sglang"
     group = compat.get_tp_group()
@@ -36,12 +36,15 @@ def install_fused_layers(model: Any, ops: Ops) -> str:
     return f"sglang_dflash.{ops.name}"
 
 
-def describe_layers(serves: str, ops: Ops) -> dict[str, str]:
-    """Return what runs the fused ops, given what runs the layers; empty if those are ours."""
+def describe_layers(serves: str, ops: Ops, model: Any) -> dict[str, str]:
+    """Return what runs the fused ops that are not ours, given what runs the layers."""
     if serves == f"sglang_dflash.{ops.name}":
-        return {}
-    kept = "sglang (the fused layer is for Gemma 4 only)" if serves == "sglang" else serves
-    return dict.fromkeys(("norm_and_rotate_qkv", "norm_add_norm", "thin_linear"), kept)
+        has_quantised = any(
+            _is_quantised(m) for layer in _layers_of(model) for m in _products(layer)
+        )
+        return {"thin_linear": "sglang (where weights are quantised)"} if has_quantised else {}
+    reason = "sglang (the fused layer is for Gemma 4 only)" if serves == "sglang" else serves
+    return dict.fromkeys(("norm_and_rotate_qkv", "norm_add_norm", "thin_linear"), reason)
 
 
 def fold_router_scales(model: Any) -> None:
@@ -54,6 +57,19 @@ def fold_router_scales(model: Any) -> None:
             module.fuse_scale()
 
 
+def _layers_of(model: Any) -> list[Any]:
+    return [m for m in model.modules() if type(m).__name__ == "Gemma4DecoderLayer"]
+
+
+def _products(layer: Any) -> list[Any]:
+    """Return the linear modules of a layer, without its experts."""
+    return [layer.get_submodule(path) for path in PRODUCTS]
+
+
+def _is_quantised(module: Any) -> bool:
+    return type(module.quant_method).__name__ != "UnquantizedLinearMethod"
+
+
 def _why_not(layer: Any, *, ranks: int) -> str | None:
     """Return what the fused layer does not support in a layer; None if it supports all of it."""
     attention = layer.self_attn
@@ -64,14 +80,13 @@ def _why_not(layer: Any, *, ranks: int) -> str | None:
     norms = (attention.q_norm, attention.k_norm)
     if any(norm.scale_shift for norm in norms) or attention.v_norm.with_scale:
         return "different norms of q, k and v"
-    for path in PRODUCTS:
-        module = layer.get_submodule(path)
+    for module in _products(layer):
+        if isinstance(module, compat.BaseLayerWithLoRA):
+            return "LoRA"
         if module.bias is not None:
             return "bias"
         if seams.ranks_of(module) != ranks:
             return "layers on some of the ranks"
-        if type(module.quant_method).__name__ != "UnquantizedLinearMethod":
-            return "quantised weights"
         if getattr(module, "use_intel_amx_backend", False):
             return "packed weights"
     return None
@@ -86,6 +101,7 @@ class FusedLayer:
         self._following = following
         self._ops = ops
         self._group = group if group.world_size > 1 else None
+        self._quantised = frozenset(filter(_is_quantised, _products(layer)))
         self._original = layer.forward
         # the previous layer's result, and that result with our input norm applied
         self._ready: tuple[Tensor, Tensor] | None = None
@@ -165,7 +181,7 @@ class FusedLayer:
     def _attend(self, x: Tensor, positions: Tensor, forward_batch: Any) -> Tensor:
         """Return the attention output as split-K partial sums, [S, n, H]."""
         own = self._layer.self_attn
-        partial_sums = self._ops.thin_linear(x, own.qkv_proj.weight)
+        partial_sums = self._thin_linear(x, own.qkv_proj)
         qkv = own.qkv_proj(x)[0] if partial_sums is None else _total(partial_sums, x)
         self._ops.norm_and_rotate_qkv(
             qkv,
@@ -187,10 +203,14 @@ class FusedLayer:
         mlp = self._layer.mlp
         return self._sum_over_ranks(mlp.act_fn(mlp.gate_up_proj(x)[0]), mlp.down_proj)
 
+    def _thin_linear(self, x: Tensor, linear: Any) -> Tensor | None:
+        """Return a product as split-K partial sums [S, n, N]; None if SGLang's GEMM computes it."""
+        return None if linear in self._quantised else self._ops.thin_linear(x, linear.weight)
+
     def _sum_over_ranks(self, x: Tensor, linear: Any) -> Tensor:
         """Return a product whose depth is divided over the ranks, as partial sums [S, n, H]: those
         of the kernel, or with several ranks a single one, their sum in x's dtype."""
-        partial_sums = self._ops.thin_linear(x, linear.weight)
+        partial_sums = self._thin_linear(x, linear)
         if partial_sums is None:
             partial_sums = linear(x, skip_all_reduce=True)[0][None]
         if self._group is None:

@@ -138,7 +138,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         return {
             **self.ops.describe(),
             **describe_verify_attention(self.verify_kernel, self.ops),
-            **describe_layers(self.layers, self.ops),
+            **describe_layers(self.layers, self.ops, self.model_runner.model),
             "verify_logits": self.runtime.verify_head.serves,
         }
 
