@@ -8,13 +8,12 @@ import torch
 from tests.smoke import run
 from tests.smoke.checks import EXACT, SEEDED, Checks
 
-GEMMA, GEMMA_WITH_EXPERTS, _, QWEN3 = run.FAMILIES[:4]
-LINEAR = run.FAMILIES[-1]
+BY_NAME = {family.name: family for family in run.FAMILIES}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="`make smoke` runs all of it")
 def test_a_family_passes_on_a_cpu() -> None:
-    found = run.run_family(GEMMA, small=True)
+    found = run.run_family(BY_NAME["gemma4"], small=True)
     assert run.is_fine(found), found
     checks = found["checks"]["exact"]
     assert {f"{kind}, 12 requests" for kind in EXACT} <= set(checks)
@@ -24,7 +23,15 @@ def test_a_family_passes_on_a_cpu() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="`make smoke` runs all of it")
 def test_a_family_with_linear_attention_passes_on_a_cpu() -> None:
-    found = run.run_family(LINEAR, small=True)
+    found = run.run_family(BY_NAME["qwen3.5"], small=True)
+    assert run.is_fine(found), found
+
+
+@pytest.mark.long
+@pytest.mark.skipif(torch.cuda.is_available(), reason="`make smoke` runs all of it")
+@pytest.mark.parametrize("name", ["gemma4-int4", "qwen3-awq"])
+def test_a_quantised_family_passes_on_a_cpu(name: str) -> None:
+    found = run.run_family(BY_NAME[name], small=True)
     assert run.is_fine(found), found
 
 
@@ -33,7 +40,7 @@ def test_a_family_with_linear_attention_passes_on_a_cpu() -> None:
 def test_a_family_passes_on_two_ranks_of_a_cpu() -> None:
     """As on one GPU, but for NCCL and CUDA graphs: both ranks fuse their shards of Gemma's layers,
     experts included, and compare every step."""
-    found = run.run_family(GEMMA_WITH_EXPERTS, small=True, ranks=2)
+    found = run.run_family(BY_NAME["gemma4-moe"], small=True, ranks=2)
     assert run.is_fine(found), found
     exact = found["checks"]["exact"]
     assert {"our worker, layers", "ranks compared in every step"} <= set(exact)
@@ -43,7 +50,7 @@ def test_a_family_passes_on_two_ranks_of_a_cpu() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="`--tp 2` runs all of it")
 def test_seeded_answers_on_two_ranks_of_a_cpu() -> None:
-    found = run.run_family(QWEN3, small=True, ranks=2, seeded=True)
+    found = run.run_family(BY_NAME["qwen3"], small=True, ranks=2, seeded=True)
     assert run.is_fine(found), found
     assert {f"{kind}, 12 requests" for kind in SEEDED} <= set(found["checks"]["exact"])
 

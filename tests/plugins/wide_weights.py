@@ -15,7 +15,11 @@ import os
 import zlib
 from typing import Any
 
-EMBEDDING_GAIN = 5.0
+GAIN, EMBEDDING_GAIN = 1.5, 5.0
+# 4-bit weights of compressed-tensors and AWQ: words of eight values, and a scale for each group
+PACKED = ("weight_packed", "qweight", "qzeros")
+SCALES = ("weight_scale", "scales")
+VALUES_STD = 4.6  # of integers from -8 to 7
 POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
@@ -37,9 +41,15 @@ def draw_weights(model: Any) -> None:
     outputs = POST_NORMS if is_gemma and os.environ["WIDE_WEIGHTS"] == "2" else ()
     with torch.no_grad():
         for name, tensor in weights.items():
+            path, _, own_name = name.rpartition(".")
+            if own_name in PACKED:
+                draw_words(tensor, name)
             if not torch.is_floating_point(tensor):
                 continue
-            path, _, own_name = name.rpartition(".")
+            if own_name in SCALES:
+                draw(tensor.view(-1), name)
+                tensor.mul_(GAIN / VALUES_STD * model.get_submodule(path).input_size ** -0.5)
+                continue
             dim, parts = shards(model.get_submodule(path), own_name, tensor)
             if not parts:
                 draw(tensor, name)
@@ -64,8 +74,18 @@ def draw(tensor: Any, name: str) -> None:
         tensor.uniform_(0.5, 1.5, generator=generator)
         return
     # logits span about 20, so that two tokens are hardly ever within rounding error
-    gain = EMBEDDING_GAIN if "embed" in name or "lm_head" in name else 1.5
+    gain = EMBEDDING_GAIN if "embed" in name or "lm_head" in name else GAIN
     tensor.normal_(std=gain * tensor.shape[-1] ** -0.5, generator=generator)
+
+
+def draw_words(tensor: Any, name: str) -> None:
+    """Fill packed integers with random bits."""
+    import torch
+
+    generator = torch.Generator(device=tensor.device)
+    generator.manual_seed(zlib.crc32(name.encode()))
+    limits = torch.iinfo(tensor.dtype)
+    tensor.random_(limits.min, limits.max, generator=generator)
 
 
 def shards(module: Any, name: str, tensor: Any) -> tuple[int, list[tuple[int, int]]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sglang_dflash.dflash2_format import SIZES
 from sglang_dflash.released_drafters import DFLASH2
+from tests.quantised_targets import AWQ, INT4
 
 SHAPES = Path(__file__).resolve().parents[2] / "benchmarks" / "shapes"
 # SGLang captures a layer's output as the input of the next
@@ -114,12 +116,14 @@ QWEN3_5: dict[str, Any] = {
 @dataclass(frozen=True)
 class Family:
     """A target's architecture. `shapes` names a folder of benchmarks/shapes for target and
-    drafter; `own` replaces the target's config if no recipe serves this family."""
+    drafter; `own` replaces the target's config if no recipe serves this family; `quantisation` is
+    that of a released target."""
 
     name: str
     shapes: str
     own: dict[str, Any] = field(default_factory=dict)
     has_dflash2: bool = False
+    quantisation: Mapping[str, Any] | None = None
 
     @property
     def is_gemma(self) -> bool:
@@ -142,6 +146,8 @@ class Family:
         """Write the target's config and return its folder."""
         config = {**(self.own or _read(self.shapes)), "num_hidden_layers": NUM_LAYERS}
         config.pop("quantization_config", None)
+        if self.quantisation is not None:
+            config["quantization_config"] = self.quantisation
         if self.is_gemma or self.is_gpt_oss:
             config["layer_types"] = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
         smaller = FP32 if fp32 else FEWER_EXPERTS
@@ -186,6 +192,8 @@ FAMILIES = [
     Family("gpt-oss", "gpt-oss-20b"),
     Family("dflash2", "qwen3-4b", has_dflash2=True),
     Family("qwen3.5", "qwen3-8b", QWEN3_5),
+    Family("gemma4-int4", "gemma4-31b", quantisation=INT4),
+    Family("qwen3-awq", "qwen3-8b", quantisation=AWQ),
 ]
 
 

@@ -50,7 +50,8 @@ def start(
     family: Family, folder: Path, *, small: bool, ranks: int = 1, seeded: bool = False
 ) -> dict[str, Server]:
     """Start a family's servers concurrently, without waiting for them: `plain`, `exact` and, but on
-    a CPU, `deployed`, on so many ranks; with two, `one rank` is a plain one with a single rank.
+    a CPU, `deployed`, on so many ranks; with two, `one rank` is a plain one with a single rank. A
+    quantised family has `deployed` only on a GPU, where kernels for its weights are not for fp32.
 
     Seeds need a mode of SGLang in which its own attention verifies: `seeded` servers are in that
     mode, and are plain and exact only.
@@ -85,12 +86,12 @@ def start(
     drafted = ["--speculative-draft-model-path", str(drafter)]
     serve: Callable[..., Server] = Exact if ranks == 1 else ExactRanks
     compared = {} if ranks == 1 else RANKS_ENV
-    found: dict[str, Server] = {
-        "plain": serve(*common, *exact, *model, plain=True, env=env),
-        "exact": serve(
+    found: dict[str, Server] = {}
+    if small or family.quantisation is None:
+        found["plain"] = serve(*common, *exact, *model, plain=True, env=env)
+        found["exact"] = serve(
             *common, *exact, *model, *drafted, env=env | compared | scripted(folder, "exact")
-        ),
-    }
+        )
     if ranks > 1 and not seeded:
         found["one rank"] = Exact(*common, *exact, *model, plain=True, env=env)
     if not small and not seeded:
