@@ -68,7 +68,7 @@ trap 'exit 130' INT
 check() {
   for i in "${!pids[@]}"; do
     if ! kill -0 "${pids[i]}" 2>/dev/null; then
-      echo "launch/pd.sh: the ${names[i]} has ended, and so do the others. Its log says why." >&2
+      echo "launch/pd.sh: the ${names[i]} has ended, so the others are stopped, too. Its log says why." >&2
       exit 1
     fi
   done

@@ -36,7 +36,7 @@ else
   workers=(--pd-disaggregation "${prefill[@]}" "${decode[@]}")
 fi
 if [ ${#urls[@]} -gt 0 ] && [ $((${#prefill[@]} + ${#decode[@]})) -gt 0 ]; then
-  refuse "${urls[0]} neither prefills nor decodes. Name all servers prefill=URL or decode=URL, or none."
+  refuse "${urls[0]} is named without prefill= or decode=, but other servers are named with it. Name all of them so, or none."
 fi
 if [ ${#urls[@]} -eq 0 ] && { [ ${#prefill[@]} -eq 0 ] || [ ${#decode[@]} -eq 0 ]; }; then
   refuse "needs servers that prefill (prefill=URL) and servers that decode (decode=URL), and found one kind."

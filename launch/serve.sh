@@ -8,8 +8,9 @@
 # MEM_FRACTION is the fraction of GPU memory for weights and KV, SWA_RATIO the size of the
 # sliding-window pool in tokens, as a fraction of the full-attention pool. The drafter's attention
 # backend is chosen by the card unless you pass --speculative-draft-attention-backend.
-# On several GPUs: TP= shares the model out, DP= runs replicas of it, each on TP GPUs. On several
-# machines: NODES= with the same MASTER=host:port on each and its own NODE_RANK=, from 0.
+# On several GPUs: TP= divides the model among them, DP= runs replicas of it, each on TP GPUs. On
+# several machines: NODES= and MASTER=host:port, the same on each, and NODE_RANK=, from 0, different
+# on each.
 set -euo pipefail
 refuse() {
   echo "launch/serve.sh: $1" >&2
@@ -44,7 +45,7 @@ if [ "$nodes" != 1 ]; then
     *) rank=$NODE_RANK ;;
   esac
   if [ "$rank" -ge "$nodes" ]; then
-    refuse "NODES=$nodes needs NODE_RANK=0 to $((nodes - 1)), another on each machine, and found NODE_RANK=${NODE_RANK:-}."
+    refuse "NODES=$nodes needs NODE_RANK=0 to $((nodes - 1)), a different one on each machine, but found NODE_RANK=${NODE_RANK:-}."
   fi
   cards+=(--nnodes "$nodes" --node-rank "$rank" --dist-init-addr "$MASTER")
 fi

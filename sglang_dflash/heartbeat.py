@@ -160,9 +160,9 @@ class Heartbeat:
             )
         if peer.lag * BEAT_S >= LAG * self.patience_s:
             return (
-                f"{who} has not begun step {peer.steps + 1} for {LAG * self.patience_s:g} s, in "
-                f"which rank {self.rank} waits for it, and no rank can go on without it. See its "
-                "log."
+                f"{who} has not begun step {peer.steps + 1} after {LAG * self.patience_s:g} s. "
+                f"Rank {self.rank} waits for it in that step, and no rank can go on without it. "
+                "See its log."
             )
         if peer.silence * BEAT_S < self.patience_s:
             return None

@@ -161,7 +161,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--loss",
         choices=("decay", "dpace"),
         default=TrainConfig.loss,
-        help="how the slots of a block are weighted",
+        help="how the positions of a block are weighted",
     )
     add(
         "--gamma",

@@ -158,5 +158,5 @@ def test_a_sum_that_the_next_layer_completes_is_not_taken_for_a_feature() -> Non
     """In 0.5.17 the output says so; later releases leave it in the batch, which completes it."""
     hidden = torch.ones(1, 2)
     hidden._sglang_needs_allreduce_fusion = True  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="leave the sum over ranks to the next layer"):
+    with pytest.raises(ValueError, match="leave their all-reduce to the next layer"):
         seams.of("0.5.17").residual_stream((hidden, hidden), None)

@@ -135,10 +135,13 @@ def test_several_cards_are_asked_for_by_name(env: dict[str, str], added: str) ->
         ({"NODES": "2", "TP": "3"}, "TP=3 is not a multiple of NODES=2"),
         ({"NODES": "2", "TP": "2"}, "needs MASTER=host:port"),
         ({"NODES": "2", "TP": "2", "MASTER": "node0"}, "and found MASTER=node0"),
-        ({"NODES": "2", "TP": "2", "MASTER": "n:1"}, "NODE_RANK=0 to 1, another on each machine"),
+        (
+            {"NODES": "2", "TP": "2", "MASTER": "n:1"},
+            "NODE_RANK=0 to 1, a different one on",
+        ),
         (
             {"NODES": "2", "TP": "2", "MASTER": "n:1", "NODE_RANK": "2"},
-            "and found NODE_RANK=2.",
+            "but found NODE_RANK=2.",
         ),
     ],
 )

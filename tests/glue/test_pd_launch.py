@@ -115,7 +115,7 @@ def test_if_one_ends_all_do(recipe: Path, tmp_path: Path, ends: str) -> None:
         for mode in ("prefill", "decode"):
             (tmp_path / f"end-{mode}").touch()
         process.kill()
-    sentence = "launch/pd.sh: the decode server has ended, and so do the others."
+    sentence = "launch/pd.sh: the decode server has ended, so the others are stopped, too."
     assert (sentence in told) == (ends == "decode"), told
     assert process.returncode == (1 if ends == "decode" else 143)
     assert not any(answers(each) for each in (port, port + 1, port + 2))

@@ -89,7 +89,7 @@ def test_servers_that_prefill_and_decode_are_named_to_the_router() -> None:
         ([], "needs the URL of each replica"),
         (["prefill=http://a"], "and found one kind"),
         (["decode=http://a"], "and found one kind"),
-        (["prefill=http://a", "http://b"], "http://b neither prefills nor decodes"),
+        (["prefill=http://a", "http://b"], "http://b is named without prefill= or decode="),
     ],
     ids=["none", "prefill", "decode", "mixed"],
 )

@@ -97,7 +97,7 @@ def test_a_rank_that_answers_but_does_not_take_part_is_named(three: Ranks) -> No
     time.sleep(0.3)
     three.beats[0].begin_step()
     three.beats[2].begin_step()
-    three.assert_both_say("has not begun step 2 for 0.6 s, in which rank {} waits for it")
+    three.assert_both_say("has not begun step 2 after 0.6 s. Rank {} waits for it")
 
 
 def test_a_rank_that_is_slower_than_others_is_not_named(three: Ranks) -> None:

@@ -195,8 +195,9 @@ def residual_stream(output: Any, forward_batch: Any) -> Tensor:
     hidden, residual = output if isinstance(output, tuple) else (output, None)
     if getattr(hidden, "_sglang_needs_allreduce_fusion", False):
         raise ValueError(
-            "The target's layers leave the sum over ranks to the next layer, where a hook cannot "
-            "capture it. Pass --enforce-disable-flashinfer-allreduce-fusion, or serve without "
+            "The target's layers leave their all-reduce to the next layer, fused with its norm, "
+            "where a hook cannot capture the sum. Pass "
+            "--enforce-disable-flashinfer-allreduce-fusion, or serve without "
             "--speculative-algorithm DFLASH."
         )
     return hidden.clone() if residual is None else hidden + residual

@@ -34,7 +34,7 @@ def _capture_for_eagle(model: Any, layer_ids: list[int]) -> None:
     lists = [m.layers_to_capture for m in model.modules() if hasattr(m, "layers_to_capture")]
     if [i + 1 for i in layer_ids] not in [list(each) for each in lists]:
         raise ValueError(
-            f"Asked for the outputs of layers {layer_ids}, the EAGLE-3 method of "
+            f"The drafter reads the outputs of layers {layer_ids}, but the EAGLE-3 method of "
             f"{type(model).__name__} captures the inputs of layers {lists}, which are not the "
             "same. Serve it without --speculative-algorithm DFLASH."
         )

@@ -36,8 +36,8 @@ def refuse_unknown_states(config: Any, *, name: str) -> None:
         return
     raise ValueError(
         f"The target {name} ({', '.join(config.architectures)}) has linear-attention or Mamba "
-        f"layers ({type(found).__name__}) whose state is not tested to be rolled back to the "
-        f"accepted tokens; of such targets, sglang_dflash serves {', '.join(SERVED)}. Serve it "
+        f"layers ({type(found).__name__}), and rolling their state back to the accepted tokens has "
+        f"not been tested; of such targets, sglang_dflash serves {', '.join(SERVED)}. Serve it "
         "without --speculative-algorithm DFLASH, or set SGLANG_DFLASH=off to use SGLang's own "
         "DFLASH."
     )

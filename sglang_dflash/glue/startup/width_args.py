@@ -61,7 +61,7 @@ def why_one_width(server_args: Any) -> str | None:
     if asked is not None:
         return f"{WIDTH}={asked}"
     if environment.simulated_accept_length is not None and not environment.draws_acceptance:
-        return f"{SIMULATE} is the same for every block, which a width could exploit"
+        return f"{SIMULATE} makes all blocks alike, which an automatic width could exploit"
     return why_full_blocks(server_args)
 
 
