@@ -10,28 +10,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+import math
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import ROOT, load_report
-from benchmarks.picture_style import COLOURS, NAMES
+from benchmarks.bar_picture import Bars, draw_bars, draw_plain
+from benchmarks.captions import model_of, release, simulated_length
+from benchmarks.picture_style import COLOURS, HATCHES, NAMES, SPEED_UP, save
 from sglang_dflash.interrupt import end_on_interrupt
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 RESULTS = ROOT / "benchmarks" / "results"
 PROFILES = {"accept8": "-", "accept4.2": "--", "accept1": ":"}
 Points = dict[tuple[int, int], dict[str, Any]]  # by requests and context
-
-
-class Bars(NamedTuple):
-    """One system's speed-up over plain decoding at each point."""
-
-    label: str
-    colour: str
-    hatch: str
-    heights: list[float]
-    short: list[str]  # points at which not all requests ran at once, and how many did
 
 
 def points_of(found: dict[str, Any], system: str) -> Points:
@@ -39,37 +34,35 @@ def points_of(found: dict[str, Any], system: str) -> Points:
     return {(p["requests"], p["context"]): p for p in points if p.get("sampling") != "sampled"}
 
 
+def shortfall(point: dict[str, Any]) -> str:
+    """Return e.g. "29 of 32" if not all requests of a batch ran at once, else nothing."""
+    together = point.get("together", point["requests"])
+    return "" if together == point["requests"] else f"{together} of {point['requests']}"
+
+
 def bars_of(label: str, kind: str, points: Points, plain: Points, *, hatch: str = "") -> Bars:
     heights = [points[key]["tokens_per_s"] / plain[key]["tokens_per_s"] for key in plain]
-    short = []
-    for requests, context in plain:
-        together = points[requests, context].get("together", requests)
-        short.append("" if together == requests else f"{together} of {requests}")
-    return Bars(label, COLOURS[kind], hatch, heights, short)
+    marks = ["*" if shortfall(points[key]) else "" for key in plain]
+    texts = [f"{y:.1f}x{mark}" for y, mark in zip(heights, marks, strict=True)]
+    return Bars(label, COLOURS[kind], hatch, heights, texts)
 
 
 def left_bars(serving: dict[str, Any], newest: dict[str, Any], system: str) -> list[Bars]:
     """Return ours and SGLang's DFLASH from one call, and both from a call with a newer release."""
     plain = points_of(serving, "plain")
-    here, later = f"SGLang {serving['sglang']}", f"SGLang {newest['sglang']}"
-    target = newest["results"][system]["attention"]["decode"]
+    here, later = release(serving), release(newest)
+    target = newest["results"][system]["attention"]["decode"].upper()
+    hatch = HATCHES[1]
+    solid = [
+        bars_of(f"{NAMES[kind]} ({here})", kind, points_of(serving, kind), plain)
+        for kind in ("ours", "in-tree")
+    ]
+    ours = f"{NAMES['ours']} ({later})"
+    theirs = f"{NAMES['in-tree']} ({later}, {target})"
     return [
-        bars_of(f"{NAMES['ours']} ({here})", "ours", points_of(serving, "ours"), plain),
-        bars_of(f"{NAMES['in-tree']} ({here})", "in-tree", points_of(serving, "in-tree"), plain),
-        bars_of(
-            f"{NAMES['ours']} ({later}, separate call)",
-            "ours",
-            points_of(newest, "ours"),
-            plain,
-            hatch="///",
-        ),
-        bars_of(
-            f"{NAMES['in-tree']} ({later}, {target.upper()}, that call)",
-            "in-tree",
-            points_of(newest, system),
-            plain,
-            hatch="///",
-        ),
+        *solid,
+        bars_of(ours, "ours", points_of(newest, "ours"), plain, hatch=hatch),
+        bars_of(theirs, "in-tree", points_of(newest, system), plain, hatch=hatch),
     ]
 
 
@@ -78,88 +71,73 @@ def point_name(requests: int, context: int) -> str:
     return f"{requests}\n({length} context)"
 
 
-def simulated_length(found: dict[str, Any]) -> str:
+def length_of(found: dict[str, Any]) -> str:
     """Return the accept length that a result was measured with, from its command."""
-    asked = re.search(r"--simulate-accept-length (\S+)", found["command"])
-    if asked is None:
+    length = simulated_length(found)
+    if length is None:
         raise SystemExit("The bars are of real acceptance: their title would be wrong.")
-    return asked[1]
+    return length
 
 
 def about(
-    serving: dict[str, Any], load: dict[str, Any], newest: dict[str, Any], bars: list[Bars]
-) -> str:
-    short = [each for one in bars for each in one.short if each]
-    note = f"\n* in one batch only {', '.join(short)} requests ran at once" if short else ""
-    commits = [str(found["commit"])[:7] for found in (serving, newest, load)]
-    return (
-        f"{load['model']} shapes with random weights on one {load['gpu']}, decode only. "
-        f"Acceptance is simulated. Plain decoding: SGLang {serving['sglang']}. "
-        f"Commits {', '.join(commits)}.{note}"
-    )
+    serving: dict[str, Any], load: dict[str, Any], newest: dict[str, Any], system: str
+) -> list[str]:
+    """Return the lines of the caption."""
+    solid, hatched, right = (str(found["commit"])[:7] for found in (serving, newest, load))
+    lines = [
+        f"{model_of(load)} on one {load['gpu']}, decode only. Acceptance simulated at "
+        f"{length_of(serving)} tokens per step (left), and at the lengths named (right).",
+        f"Plain decoding and solid bars: {release(serving)}, commit {solid}. "
+        f"Hatched: {release(newest)}, commit {hatched}, a separate call. "
+        f"Right: {release(load)}, commit {right}.",
+    ]
+    plain, measured = points_of(serving, "plain"), ((serving, "ours"), (serving, "in-tree"))
+    points = [points_of(*each) for each in (*measured, (newest, "ours"), (newest, system))]
+    short = [text for each in points for key in plain if (text := shortfall(each[key]))]
+    if short:
+        lines.append(f"* in one batch only {', '.join(short)} requests ran at once")
+    return lines
 
 
 def draw(
     serving: dict[str, Any], newest: dict[str, Any], system: str, load: dict[str, Any], path: Path
 ) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(11, 4.4), gridspec_kw={"width_ratios": [3, 2]}
-    )
-    bars = left_bars(serving, newest, system)
-    draw_bars(left, bars, list(points_of(serving, "plain")))
-    length = simulated_length(serving)
-    left.set_title(f"Full blocks, accept length {length}", fontsize=10)
-    left.set_ylabel("speed-up over plain decoding")
+    figure = Figure(figsize=(11, 4.7), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+    names = [point_name(*key) for key in points_of(serving, "plain")]
+    draw_bars(left, left_bars(serving, newest, system), names)
+    # room for the legend
+    left.set_ylim(0, 1.1 * left.get_ylim()[1])
+    left.set_title(f"Full blocks, accept length {length_of(serving)}", fontsize=10)
     draw_load(right, load)
     right.set_title(f"{NAMES['ours']} with the automatic width, under load", fontsize=10)
     for axis in (left, right):
-        axis.axhline(1.0, color=COLOURS["plain"], linewidth=1)
+        draw_plain(axis)
         axis.set_xlabel("concurrent requests")
-        axis.set_ylim(bottom=0)
+        axis.set_ylabel(SPEED_UP)
         axis.legend(fontsize=8, frameon=False)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.text(
-        0.5, 0.01, about(serving, load, newest, bars), ha="center", fontsize=8, color="#444444"
-    )
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save(figure, path, "\n".join(about(serving, load, newest, system)))
 
 
-def draw_bars(axis: Any, systems: list[Bars], keys: list[tuple[int, int]]) -> None:
-    width = 0.8 / len(systems)
-    for i, bars in enumerate(systems):
-        places = [x + (i - (len(systems) - 1) / 2) * width for x in range(len(keys))]
-        drawn = axis.bar(
-            places,
-            bars.heights,
-            width=0.94 * width,
-            color=bars.colour,
-            hatch=bars.hatch,
-            edgecolor="white",
-            label=bars.label,
-        )
-        marks = ["*" if short else "" for short in bars.short]
-        texts = [f"{y:.1f}x{mark}" for y, mark in zip(bars.heights, marks, strict=True)]
-        axis.bar_label(drawn, texts, fontsize=8, padding=2)
-    axis.set_xticks(range(len(keys)), [point_name(*key) for key in keys])
-    axis.margins(y=0.22)
-
-
-def draw_load(axis: Any, load: dict[str, Any]) -> None:
+def draw_load(axis: Axes, load: dict[str, Any]) -> None:
     results = load["results"]
     sizes = sorted({n for _, n in load_report.points_of(results, load_report.AUTO)})
     for profile, line in PROFILES.items():
-        found = [load_report.ratio(results, load_report.AUTO, "plain", (profile, n)) for n in sizes]
+        ratios = [speed_up(results, profile, n) for n in sizes]
         label = load_report.title_of(profile)
-        axis.plot(sizes, found, line, marker="o", color=COLOURS["ours"], label=label)
+        axis.plot(sizes, ratios, line, marker="o", color=COLOURS["ours"], label=label)
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes, [str(n) for n in sizes])
+    axis.set_ylim(bottom=0)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def speed_up(results: dict[str, Any], profile: str, requests: int) -> float:
+    """Return the speed-up of the automatic width; not a number, and not drawn, if not measured."""
+    found = load_report.ratio(results, load_report.AUTO, load_report.PLAIN, (profile, requests))
+    return math.nan if found is None else found
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The report of benchmarks/load.py: ratios to plain decoding, the figures to reach, and a plot."""
+"""The report of benchmarks/load.py: speed-ups, the figures to reach, and a picture."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import result_files, systems
-from benchmarks.picture_style import style_of
 
 AUTO, FIXED, PLAIN = "ours", "ours-16", "plain"
 AGREEMENT = 0.03  # relative difference of two windows above which a rate is marked
@@ -62,7 +61,7 @@ def title_of(profile: str) -> str:
     if profile == "recorded":
         return "Profile recorded with the SmolLM2 pair"
     if profile == "accept1":
-        return "Always wrong (accept length 1)"
+        return "Drafts always wrong (accept length 1)"
     if is_text(profile):
         return f"Real text, {profile}"
     lengths = [part.removeprefix("accept") for part in profile.split("+")]
@@ -207,52 +206,23 @@ def plain_table(results: dict[str, Any]) -> str:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Plot the ratio to plain decoding over requests: a panel per profile, a line per system."""
-    import matplotlib.pyplot as plt
-
+    """Draw the speed-up over plain decoding by requests: a panel per profile."""
     results = found["results"]
-    names = [name for name in results if name != PLAIN]
     panels: dict[str, dict[str, result_files.Line]] = {}
     for profile in profiles_of(results):
-        for name in names:
-            sizes = sorted(n for p, n in points_of(results, name) if p == profile)
-            ratios = [(n, ratio(results, name, PLAIN, (profile, n))) for n in sizes]
-            line = [(n, value) for n, value in ratios if value is not None]
-            if line:
-                panels.setdefault(profile, {})[name] = line
-    if not panels:
-        return
-    columns = min(len(panels), 4)
-    rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(4.5 * columns, 4 * rows), squeeze=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
-    for axis, (profile, lines) in zip(axes.flat, panels.items(), strict=False):
-        for name in names:
-            # also without points here, so that the legend of the first panel has all systems
-            points = lines.get(name, [])
-            style = style_of(name, names)
-            axis.plot([n for n, _ in points], [y for _, y in points], marker="o", **style)
-        ticks = sorted({n for points in lines.values() for n, _ in points})
-        figures = [(n, figure) for n in ticks for figure in figures_for(profile, n)]
-        goals = [(n, figure.least) for n, figure in figures if figure.over == PLAIN]
-        axis.plot(
-            [n for n, _ in goals], [y for _, y in goals], "k_", markersize=14, label="to reach"
-        )
-        axis.axhline(1.0, color="grey", linewidth=1)
-        axis.set(title=title_of(profile), xlabel="concurrent requests")
-        axis.title.set_fontsize(9)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(ticks, [str(n) for n in ticks])
-        axis.margins(y=0.1)
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("decode rate over plain decoding's")
-    axes[0][0].legend()
-    acceptance = "real text" if "texts" in found else "simulated acceptance"
-    about = [found["model"], found["gpu"] or "no GPU", acceptance]
-    about.append(result_files.release(found))
-    figure.suptitle(", ".join([*about, f"commit {str(found['commit'])[:8]}"]), fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+        sizes = sorted({n for name in results for p, n in points_of(results, name) if p == profile})
+        lines = {name: line_of(results, name, profile, sizes) for name in results}
+        panels[title_of(profile)] = {name: line for name, line in lines.items() if line}
+    result_files.draw_rates(panels, found, path)
+
+
+def line_of(
+    results: dict[str, Any], system: str, profile: str, sizes: list[int]
+) -> result_files.Line:
+    """Return a system's rates at a profile, by requests."""
+    points = points_of(results, system)
+    found = {
+        n: plain_point(results, (profile, n)) if system == PLAIN else points.get((profile, n))
+        for n in sizes
+    }
+    return [(n, point["tokens_per_s"]) for n, point in found.items() if point]

@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
-from benchmarks.systems import kind_of
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
-# a test keeps ours equal to the colour in sglang_dflash/commands/report.py, which is not imported:
+from benchmarks.systems import kind_of, named_backend, named_width
+
+# a test keeps ours equal to the colours in sglang_dflash/commands, which is not imported:
 # serving.py measures other releases of SGLang too, where little of the package can be imported
 COLOURS = {"ours": "#1b7f4d", "in-tree": "#d9772b", "plain": "#7a7a7a"}
 NAMES = {"ours": "sglang_dflash", "in-tree": "SGLang's DFLASH", "plain": "plain decoding"}
-# of the variants of one system, in the order in which they appear
-LINES = ("-", "--", ":", "-.")
+# of the variants of one system, the first is the system itself
+HATCHES = ("", "///", "...", "xxx")
+SPEED_UP = "speed-up over plain decoding"
+DPI = 100
 
 
 def name_of(system: str) -> str:
-    """Return e.g. "sglang_dflash" or "SGLang's DFLASH, fa4"."""
+    """Return e.g. "sglang_dflash, width 16" or "SGLang's DFLASH, fa4 attention"."""
     kind = kind_of(system)
     variant = system.removeprefix(kind).removeprefix("-")
+    if named_width(system):
+        variant = f"width {variant}"
+    elif named_backend(system):
+        variant = f"{variant} attention"
     return NAMES[kind] + (f", {variant}" if variant else "")
 
 
-def style_of(system: str, drawn: list[str]) -> dict[str, str]:
-    """Return the colour and the line of a system in a picture of all that are `drawn`."""
-    kind = kind_of(system)
-    variants = [name for name in drawn if kind_of(name) == kind]
-    line = LINES[variants.index(system) % len(LINES)]
-    return {"color": COLOURS[kind], "linestyle": line, "label": name_of(system)}
+def in_order(systems: Iterable[str]) -> list[str]:
+    """Return systems in the order of COLOURS, each before its variants."""
+    kinds = list(COLOURS)
+    return sorted(systems, key=lambda name: (kinds.index(kind_of(name)), name not in kinds))
+
+
+def colour_of(system: str) -> str:
+    return COLOURS[kind_of(system)]
+
+
+def hatch_of(system: str, drawn: Iterable[str]) -> str:
+    """Return what tells a system from the others of its colour in a picture of all `drawn`."""
+    variants = [name for name in in_order(drawn) if kind_of(name) == kind_of(system)]
+    return HATCHES[variants.index(system) % len(HATCHES)]
+
+
+def save(figure: Any, path: Path, caption: str) -> None:
+    """Write a figure, with its caption below the panels."""
+    figure.supxlabel(caption, fontsize=8, color="#444444")
+    figure.savefig(path, dpi=DPI, pil_kwargs={"optimize": True})

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks import ROOT
+from benchmarks import ROOT, bar_picture
+from benchmarks.captions import caption_of, release
 from benchmarks.gpu import gpu_name
-from benchmarks.picture_style import style_of
+from benchmarks.picture_style import name_of
 
-PANELS_PER_ROW = 5
 # relative difference of two runs above which the table marks a point
 AGREEMENT = 0.05
 
-Line = list[tuple[int, float]]
+Line = bar_picture.Line
 Draw = Callable[[dict[str, Any], Path], None]
 
 
@@ -80,10 +80,6 @@ def short_path(word: str) -> str:
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
-def release(found: dict[str, Any]) -> str:
-    return f"SGLang {found['sglang']}"
-
-
 def result_file(out: Path, suffix: str) -> Path:
     """Return OUT with a suffix, instead of .json only: other dots, as in a version, are kept."""
     return out.with_name(out.name.removesuffix(".json") + suffix)
@@ -115,31 +111,32 @@ def is_unsteady(point: dict[str, Any]) -> bool:
     return (point.get("spread") or 0.0) > AGREEMENT
 
 
-def draw_rates(panels: Mapping[str, Mapping[str, Line]], found: dict[str, Any], path: Path) -> None:
-    """Plot rate over requests: a panel per title, a line per system."""
-    import matplotlib.pyplot as plt
+def remarks_on(found: dict[str, Any]) -> list[str]:
+    """Return what makes some of a result's rates less comparable than the others."""
+    remarks: list[str] = []
+    for name, result in found["results"].items():
+        remarks += batch_remarks(name_of(name), result.get("points", ()))
+    points = [point for result in found["results"].values() for point in result.get("points", ())]
+    unsteady = sum(map(is_unsteady, points))
+    if unsteady:
+        apart = f"differ by more than {AGREEMENT:.0%} between two runs"
+        remarks.append(f"{unsteady} of the {len(points)} rates {apart}.")
+    return remarks
 
-    if not panels:
-        return
-    columns = min(len(panels), PANELS_PER_ROW)
-    rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(5 * columns, 4 * rows), squeeze=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
-    drawn = list(dict.fromkeys(system for lines in panels.values() for system in lines))
-    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=False):
-        for system, points in lines.items():
-            axis.plot(*zip(*points, strict=True), marker="o", **style_of(system, drawn))
-        ticks = sorted({x for points in lines.values() for x, _ in points})
-        axis.set(title=title, xlabel="concurrent requests")
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xticks(ticks, [str(n) for n in ticks])
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("decoded tokens per second")
-    axes[0][0].legend()
-    about = [found["gpu"] or "no GPU", release(found), f"commit {str(found['commit'])[:8]}"]
-    figure.suptitle(", ".join(about), fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+
+def batch_remarks(name: str, points: Iterable[dict[str, Any]]) -> list[str]:
+    """Say which of a system's batches did not run as one."""
+    sizes = {(p["requests"], p.get("together", p["requests"])): None for p in points}
+    parts = [f"{some} of {n}" for n, some in sizes if some and some != n]
+    retracted = [str(n) for n, some in sizes if not some]
+    found = [f"{name} ran only {', '.join(parts)} requests at once."] if parts else []
+    if retracted:
+        found.append(f"{name} ran {', '.join(retracted)} requests with retractions.")
+    return found
+
+
+def draw_rates(panels: Mapping[str, Mapping[str, Line]], found: dict[str, Any], path: Path) -> None:
+    """Draw rates by requests, a panel per title: as speed-ups where plain decoding was measured."""
+    if panels:
+        caption = [caption_of(found), " ".join(remarks_on(found))]
+        bar_picture.draw(bar_picture.panels_of(panels), path, caption)

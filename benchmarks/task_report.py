@@ -1,4 +1,4 @@
-"""The reports of benchmarks/tasks.py: equality, scores, tables and a plot."""
+"""The reports of benchmarks/tasks.py: equality, scores, tables and a picture."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def tables(results: dict[str, Any]) -> str:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Plot rate over requests: a line per system, a panel per task and temperature."""
+    """Draw the speed-up over plain decoding by requests: a panel per task and temperature."""
     panels: dict[str, dict[str, result_files.Line]] = {}
     for system, result in found["results"].items():
         for point in result["points"]:

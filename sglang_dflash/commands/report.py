@@ -17,7 +17,10 @@ from sglang_dflash.metrics import together
 LINE_LENGTH = 100
 # steps that the host needs about the same time for (sglang_dflash/host_times.py)
 HOST_KINDS = {"plain": "no drafts", "uniform": "equal widths", "shared": "shared rows"}
-COLOUR = "#1b7f4d"  # of sglang_dflash in all pictures (benchmarks/picture_style.py)
+# tests keep both equal to those of the page (live.html), and the first to that of sglang_dflash in
+# all pictures (benchmarks/picture_style.py)
+COLOUR = "#1b7f4d"  # of speed
+ACCEPT_COLOUR = "#2463c9"
 
 
 @dataclass(frozen=True)
@@ -159,10 +162,10 @@ def draw(looks: list[Look], path: str, url: str) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(15, 4))
     steps = sum(last.histogram)
     shares = [count / max(steps, 1) for count in last.histogram]
-    axes[0].bar(range(1, len(shares) + 1), shares, color=COLOUR)
+    axes[0].bar(range(1, len(shares) + 1), shares, color=ACCEPT_COLOUR)
     axes[0].set(title=f"accept length {last.accept_length:.2f}", xlabel="tokens committed per step")
     axes[0].set(ylabel="share of verify steps", ylim=(0, 1))
-    axes[1].bar(range(1, len(last.position_rates) + 1), last.position_rates, color=COLOUR)
+    axes[1].bar(range(1, len(last.position_rates) + 1), last.position_rates, color=ACCEPT_COLOUR)
     axes[1].set(title="drafts accepted, by position", xlabel="position in the block")
     axes[1].set(ylabel="share of verify steps", ylim=(0, 1))
     # the first rate is not known

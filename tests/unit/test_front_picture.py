@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -9,18 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.container import BarContainer
+from matplotlib.figure import Figure
 
 from benchmarks.front_picture import (
     RESULTS,
     about,
+    draw,
     left_bars,
+    length_of,
     point_name,
     points_of,
-    simulated_length,
 )
-from benchmarks.picture_style import COLOURS, name_of, style_of
-from sglang_dflash.commands import report
+from benchmarks.picture_style import COLOURS
 from sglang_dflash.testing.server import ROOT
+from tests.saved_figures import saved_figures
 
 
 def read(name: str) -> dict[str, Any]:
@@ -57,16 +62,53 @@ def test_the_picture_says_how_it_was_measured() -> None:
     assert [one.label for one in bars] == [
         "sglang_dflash (SGLang 0.5.17)",
         "SGLang's DFLASH (SGLang 0.5.17)",
-        "sglang_dflash (SGLang 0.5.23, separate call)",
-        "SGLang's DFLASH (SGLang 0.5.23, FA4, that call)",
+        "sglang_dflash (SGLang 0.5.23)",
+        "SGLang's DFLASH (SGLang 0.5.23, FA4)",
     ]
-    text = about(SERVING, LOAD, NEWEST, bars)
-    for part in ("gemma4-31b", "random weights", "NVIDIA H200", "Acceptance is simulated"):
-        assert part in text
-    assert "* in one batch only 29 of 32 requests ran at once" in text
-    assert simulated_length(SERVING) == "8"
+    assert about(SERVING, LOAD, NEWEST, "in-tree-fa4") == [
+        "gemma4-31b shapes with random weights on one NVIDIA H200, decode only. Acceptance "
+        "simulated at 8 tokens per step (left), and at the lengths named (right).",
+        "Plain decoding and solid bars: SGLang 0.5.17, commit a884790. Hatched: SGLang 0.5.23, "
+        "commit b764f0e, a separate call. Right: SGLang 0.5.17, commit 4d70ac3.",
+        "* in one batch only 29 of 32 requests ran at once",
+    ]
+    assert bars[1].texts[2] == "1.8x*"
     with pytest.raises(SystemExit):
-        simulated_length({"command": "python -m benchmarks.serving"})
+        length_of({"command": "python -m benchmarks.serving"})
+
+
+@pytest.fixture(scope="module")
+def figure(tmp_path_factory: pytest.TempPathFactory) -> Figure:
+    out = tmp_path_factory.mktemp("pictures") / "front.png"
+    with pytest.MonkeyPatch.context() as patch:
+        saved = saved_figures(patch)
+        draw(SERVING, NEWEST, "in-tree-fa4", LOAD, out)
+    return saved[0]
+
+
+def test_both_panels_begin_at_zero_with_named_axes(figure: Figure) -> None:
+    for axis in figure.axes:
+        assert axis.get_ylim()[0] == 0
+        assert axis.get_ylabel() == "speed-up over plain decoding"
+        assert axis.get_xlabel() == "concurrent requests"
+
+
+def test_systems_have_their_colours_in_both_panels(figure: Figure) -> None:
+    left, right = figure.axes
+    bars = [each for each in left.containers if isinstance(each, BarContainer)]
+    ours, theirs, plain = COLOURS.values()
+    assert [to_hex(each.patches[0].get_facecolor()) for each in bars] == [ours, theirs] * 2
+    assert [to_hex(line.get_color()) for line in left.lines] == [plain]
+    assert [to_hex(line.get_color()) for line in right.lines] == [ours, ours, ours, plain]
+
+
+def test_no_value_covers_another_or_the_legend(figure: Figure) -> None:
+    left = figure.axes[0]
+    legend = left.get_legend()
+    assert legend is not None
+    boxes = [each.get_window_extent() for each in [*left.texts, legend]]
+    for one, other in itertools.combinations(boxes, 2):
+        assert not one.overlaps(other)
 
 
 def test_the_command_draws_it(tmp_path: Path) -> None:
@@ -75,14 +117,3 @@ def test_the_command_draws_it(tmp_path: Path) -> None:
         [sys.executable, "-m", "benchmarks.front_picture", "--out", out], cwd=ROOT, check=True
     )
     assert out.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_system_has_one_colour_whatever_its_variant() -> None:
-    drawn = ["plain", "in-tree", "in-tree-fa4", "ours"]
-    styles = [style_of(system, drawn) for system in drawn]
-    assert [style["color"] for style in styles] == [
-        COLOURS[kind] for kind in ("plain", "in-tree", "in-tree", "ours")
-    ]
-    assert styles[1]["linestyle"] != styles[2]["linestyle"]
-    assert COLOURS["ours"] == report.COLOUR
-    assert name_of("in-tree-fa4") == "SGLang's DFLASH, fa4"

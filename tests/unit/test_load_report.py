@@ -1,4 +1,4 @@
-"""The report of benchmarks/load.py: ratios, figures to reach, widths and the plot."""
+"""The report of benchmarks/load.py: ratios, figures to reach, widths and the picture."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import load_points, load_report
+from tests.saved_figures import saved_figures
 
 
 def test_widths_are_those_of_the_point() -> None:
@@ -112,8 +113,21 @@ def test_real_text_is_compared_with_plain_decoding_of_the_same_questions() -> No
     assert f"{row} **missed** (0.952) |" in text
 
 
-def test_the_ratios_are_plotted(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    about = {"model": "gemma4-31b", "gpu": None, "sglang": "0.5.17", "commit": "abc"}
+def test_the_picture_has_a_bar_where_a_width_and_plain_decoding_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = saved_figures(monkeypatch)
+    about = {"command": "python -m benchmarks.load", "model": "gemma4-31b", "gpu": None}
+    about |= {"sglang": "0.5.17", "commit": "abc"}
     load_report.draw(about | {"results": RESULTS}, tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 10_000
+    eight, one = saved[0].axes
+    # of the automatic width, then of full blocks, which were not measured at 256 requests
+    texts = ["6.9x", "4.0x", "1.20x", "7.0x", "3.0x"]
+    assert [text.get_text() for text in eight.texts] == texts
+    assert [text.get_text() for text in one.texts] == ["0.98x"]
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_load_of_plain_decoding_alone_has_no_picture(tmp_path: Path) -> None:
+    load_report.draw({"results": {"plain": RESULTS["plain"]}}, tmp_path / "a.png")
+    assert not (tmp_path / "a.png").exists()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from sglang_dflash.commands.report import Look, draw
+from sglang_dflash.commands.report import ACCEPT_COLOUR, COLOUR, Look, draw
+from tests.saved_figures import saved_figures
 
 URL = "http://127.0.0.1:30000"
 
@@ -19,14 +20,7 @@ def look(at: float, committed: int) -> Look:
 
 def drawn(looks: list[Look], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
     """Return the figure that is saved."""
-    figures: list[Figure] = []
-    save = Figure.savefig
-
-    def keep(figure: Figure, *args: Any, **rest: Any) -> None:
-        figures.append(figure)
-        save(figure, *args, **rest)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
+    figures = saved_figures(monkeypatch)
     draw(looks, str(tmp_path / "report.png"), URL)
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     return figures[0]
@@ -41,6 +35,15 @@ def test_every_axis_begins_at_zero_and_has_a_name(
     assert figure.axes[2].lines[0].get_ydata().tolist() == [50, 100]
     assert figure.get_suptitle().startswith(f"{URL}, ")
     assert "40 verify steps" in figure.get_suptitle()
+
+
+def test_acceptance_and_speed_have_the_colours_of_the_live_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, positions, speed = drawn([look(0, 0), look(2, 100)], tmp_path, monkeypatch).axes
+    bars = [*steps.patches, *positions.patches]
+    assert {to_hex(bar.get_facecolor()) for bar in bars} == {ACCEPT_COLOUR}
+    assert to_hex(speed.lines[0].get_color()) == COLOUR
 
 
 @pytest.mark.parametrize("looks", [[look(0, 5)], [look(0, 5), look(2, 5)]], ids=["one", "idle"])
