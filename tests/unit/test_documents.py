@@ -1,11 +1,13 @@
-"""README, docs and CONTRIBUTING: what they refer to exists, and their commands parse."""
+"""README, docs and CONTRIBUTING: references exist, commands parse, figures name their origin."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import importlib
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -27,6 +29,9 @@ COMMAND = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:python -m |sglang-dflash )")
 OURS = ("sglang_dflash", "benchmarks")
 # what a user or a command makes
 MADE = {"report.png", "scores.json"}
+RESULTS = ROOT / "benchmarks" / "results"
+COMMIT = re.compile(r"\b(?=[0-9a-f]*[0-9])[0-9a-f]{7}\b")
+MOST_LINES_OF_README = 130
 # options of SGLang 0.5.17, with which figures were measured, that the newest release has not
 EARLIER = {"--cuda-graph-bs", "--disable-piecewise-cuda-graph"}
 
@@ -43,6 +48,11 @@ def blocks_of(text: str) -> list[str]:
             is_fenced = not is_fenced
         elif is_fenced or line.startswith("    "):
             lines.append(line.strip())
+    return joined(lines)
+
+
+def joined(lines: list[str]) -> list[str]:
+    """Return lines with those that end in a backslash continued."""
     return re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
 
 
@@ -193,3 +203,78 @@ def test_what_is_wrong_is_found(tracked: list[str], monkeypatch: pytest.MonkeyPa
     parse("python -m sglang_dflash train --steps 5", is_whole=False, monkeypatch=monkeypatch)
     with pytest.raises(ValueError, match="unrecognized"):
         parse("python -m benchmarks.tasks --none 1", is_whole=False, monkeypatch=monkeypatch)
+
+
+def around_tables(text: str) -> list[str]:
+    """Return the text around each table, from the heading or table before it to the next one."""
+    parts = re.split(r"^#+ .*$|((?:^\|.*\n)+)", text, flags=re.M)
+    # text, a table or None, text, ...
+    return [
+        f"{parts[i - 1]}\n{parts[i + 1]}" for i in range(1, len(parts), 2) if parts[i] is not None
+    ]
+
+
+def commits_in(found: Any) -> set[str]:
+    """Return the commits, in short, that a result file names at any depth."""
+    if isinstance(found, list):
+        return {commit for each in found for commit in commits_in(each)}
+    if not isinstance(found, dict):
+        return set()
+    own = {str(found["commit"])[:7]} if "commit" in found else set()
+    return own | commits_in(list(found.values()))
+
+
+def unproven(text: str) -> str | None:
+    """Return what is missing around a table of figures: result files, and their commits."""
+    stems = {Path(name).stem for name in FILE.findall(text)}
+    files = [path for path in RESULTS.glob("*.json") if path.stem in stems]
+    if not files:
+        return "names no file in benchmarks/results"
+    measured = commits_in([json.loads(path.read_text()) for path in files])
+    told = set(COMMIT.findall(text))
+    if not told:
+        return f"names no commit, but {sorted(path.name for path in files)} do"
+    wrong = sorted(told - measured)
+    return f"names commits {wrong}, which its result files do not have" if wrong else None
+
+
+@pytest.mark.parametrize("name", ["results", "width"])
+def test_every_table_of_figures_names_its_file_and_commit(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    # measured by others
+    own = re.sub(r"^## Others' figures\n.*?(?=^## )", "", text, flags=re.M | re.S)
+    tables = around_tables(own)
+    assert len(tables) >= (9 if name == "results" else 1)
+    assert [(told, text) for text in tables if (told := unproven(text))] == []
+
+
+def test_a_table_without_its_origin_is_found() -> None:
+    table = "| a |\n|---|\n| 1 |\n"
+    first, second = around_tables(
+        f"# One\n\nat 79c3115:\n\n{table}\nafter\n\n## Two\n\n{table}\nend\n"
+    )
+    assert "79c3115" in first and "after" in first
+    assert "after" not in second and "end" in second
+    assert unproven(second) == "names no file in benchmarks/results"
+    assert unproven("`recipes-h200.md`") == "names no commit, but ['recipes-h200.json'] do"
+    assert unproven("`recipes-h200.md` at 79c3115") is None
+    assert "abcdef1" in str(unproven("`recipes-h200.md` at abcdef1"))
+
+
+def test_the_readme_is_short() -> None:
+    """It is the page that everybody reads: what only some need belongs into docs/."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES_OF_README
+
+
+def test_every_seam_is_listed() -> None:
+    """Whoever ports to another release looks for them in docs/releases.md."""
+    newest = ROOT / "sglang_dflash" / "glue" / "seams" / "sglang_0_5_23.py"
+    defined = []
+    for node in ast.parse(newest.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            defined.append(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            defined += re.findall(r"^\w+", ast.unparse(node))
+    text = (ROOT / "docs" / "releases.md").read_text().partition("\n## What differs")[2]
+    listed = re.findall(r"^\| `(\w+)` \|", text, re.M)
+    assert listed == [name for name in defined if not name.startswith("_")]
