@@ -11,8 +11,10 @@ Exits with 1 if one does not. `tests/kernels/test_compile.py` does the same for 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -30,6 +32,8 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks import op_cases, op_inputs
 from benchmarks.kernels import Layer
+from sglang_dflash.command_help import parser_of
+from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.kernels import Noise, cards, pdl, triton_ops
 from sglang_dflash.kernels.attention.tiles import LayerShape, choose_tiles, tile_dim
 from sglang_dflash.kernels.attention.verify import VerifyAttention
@@ -307,7 +311,7 @@ def parse_options() -> argparse.Namespace:
         major, minor = map(int, text.split("."))
         return Card((major, minor))
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--cards",
         type=lambda text: [card(each) for each in text.split(",")],
@@ -322,19 +326,29 @@ def main() -> None:
     options = parse_options()
     print(HEADER, flush=True)
     told = []
-    with (
-        ProcessPoolExecutor(options.processes) as pool,
-        Progress(len(options.cards), "cards") as progress,
-    ):
+    with ProcessPoolExecutor(options.processes) as pool, ending_workers():
+        # the workers are forked here, before the bar has a thread
         results = pool.map(sweep_card, options.cards)
-        for card, (found, wrong) in zip(options.cards, results, strict=True):
-            say("\n".join(lines(card, found)))
-            progress.step()
-            told += list(zip(repeat(card), wrong, strict=False))
+        with Progress(len(options.cards), "cards") as progress:
+            for card, (found, wrong) in zip(options.cards, results, strict=True):
+                say("\n".join(lines(card, found)))
+                progress.step()
+                told += list(zip(repeat(card), wrong, strict=False))
     for card, fault in told:
         print(f"{card}: {fault}")
     raise SystemExit(bool(told))
 
 
+@contextmanager
+def ending_workers() -> Iterator[None]:
+    """On Ctrl-C end the worker processes, which would compile for the next card first."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        raise
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("compile_sweep", main))

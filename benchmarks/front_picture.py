@@ -8,7 +8,6 @@ written in the picture, such as model, card and commits, comes from the files.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -19,6 +18,7 @@ from benchmarks import ROOT, load_report
 from benchmarks.bar_picture import Bars, draw_bars, draw_plain
 from benchmarks.captions import model_of, release, simulated_length
 from benchmarks.picture_style import COLOURS, HATCHES, NAMES, SPEED_UP, save
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def speed_up(results: dict[str, Any], profile: str, requests: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--serving", type=Path, default=RESULTS / "serving-h200.json")
     parser.add_argument("--newest", type=Path, default=RESULTS / "serving-0.5.23-h200.json")
     parser.add_argument("--newest-system", default="in-tree-fa4", help="its fastest there")

@@ -29,11 +29,14 @@ from torch import Tensor
 
 from benchmarks import op_timing, result_files
 from benchmarks.gpu import Gpu, measure_gpu, replay_us
+from benchmarks.tile_candidates import candidates
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
-from sglang_dflash.kernels import cards, triton_ops
+from sglang_dflash.kernels import triton_ops
 from sglang_dflash.kernels.attention import reference
-from sglang_dflash.kernels.attention.tiles import LayerShape, Tile, choose_tiles, tile_dim
+from sglang_dflash.kernels.attention.tiles import LayerShape, Tile, tile_dim
 from sglang_dflash.kernels.attention.verify import VerifyAttention
+from sglang_dflash.testing.progress import Progress, say
 
 DTYPE = torch.bfloat16
 # relative, over the whole output: softmax weights and outputs are rounded to bf16
@@ -182,25 +185,25 @@ class Problem:
         return ((got - expected).norm() / expected.norm()).item()
 
 
+def points(options: argparse.Namespace, layers: Iterable[Layer]) -> list[tuple[Layer, int, int]]:
+    """Return the layers, numbers of requests and contexts to time."""
+    chosen = [layer for layer in layers if options.layer in layer.name]
+    return [
+        (layer, requests, context)
+        for layer, requests, context in itertools.product(
+            chosen, options.requests, options.contexts
+        )
+        # all contexts beyond the window cost the same
+        if layer.window < 0 or not any(layer.window < c < context for c in options.contexts)
+    ]
+
+
 def problems(
     options: argparse.Namespace, gpu: Gpu, layers: Iterable[Layer]
 ) -> Iterator[tuple[Problem, int]]:
-    chosen = [layer for layer in layers if options.layer in layer.name]
-    for layer, requests, context in itertools.product(chosen, options.requests, options.contexts):
-        # all contexts beyond the window cost the same
-        if layer.window >= 0 and any(layer.window < c < context for c in options.contexts):
-            continue
-        yield (
-            Problem(
-                layer,
-                requests,
-                context,
-                block_size=options.block_size,
-                page_size=options.page_size,
-                l2=gpu.l2_bytes,
-            ),
-            context,
-        )
+    sizes = {"block_size": options.block_size, "page_size": options.page_size, "l2": gpu.l2_bytes}
+    for layer, requests, context in points(options, layers):
+        yield Problem(layer, requests, context, **sizes), context
 
 
 def sglang_kernel() -> Callable[..., None] | None:
@@ -213,10 +216,11 @@ def sglang_kernel() -> Callable[..., None] | None:
     return extend_attention_fwd
 
 
-def measure(options: argparse.Namespace, gpu: Gpu) -> list[Row]:
+def measure(options: argparse.Namespace, gpu: Gpu, progress: Progress) -> list[Row]:
     rows = []
     theirs = sglang_kernel()
     for problem, context in problems(options, gpu, LAYERS):
+        progress.name(f"{problem.layer.name}, {problem.requests} requests of {context}")
         ours = problem.ours()
         error = problem.error(ours)
         if not error < MAX_ERROR:
@@ -234,7 +238,8 @@ def measure(options: argparse.Namespace, gpu: Gpu) -> list[Row]:
             floor_us=problem.floor_us(gpu),
             kv_gb=problem.kv_bytes / 1e9,
         )
-        print(markdown_line(row), flush=True)
+        say(markdown_line(row))
+        progress.step()
         rows.append(row)
     return rows
 
@@ -254,34 +259,6 @@ def markdown_line(row: Row) -> str:
     )
 
 
-def candidates(dim: int) -> list[Tile]:
-    """Return the tiles worth compiling: their KV stages and queries can fit in shared memory."""
-    card = cards.current()
-    present = choose_tiles(card, DTYPE).wide[dim]
-    splits = {"ctas_per_sm": present.ctas_per_sm, "min_run": present.min_run}
-    # tensor cores that read registers can use fewer rows
-    rows = (32, 64) if card.tensor_cores == "mma" else (64, 128)
-    shapes = itertools.product(rows, (16, 32, 64, 128), (4, 8), (2, 3, 4), (1, 2))
-    tiles = [
-        Tile(block_m=m, block_n=n, num_warps=warps, num_stages=stages, dv_parts=parts, **splits)
-        for m, n, warps, stages, parts in shapes
-        if m <= 64 or dim == 512
-    ]
-    return [
-        tile
-        for tile in tiles
-        if 2 * dim * tile.block_m + 2 * kv_elements(tile, dim) < card.shared_memory
-        # the accumulator alone: 64 rows of 512 in 4 warps are 256 registers per thread
-        and tile.block_m * dim // tile.dv_parts <= tile.num_warps * 32 * 128
-        and (tile.dv_parts == 1 or dim == 512)
-    ]
-
-
-def kv_elements(tile: Tile, dim: int) -> int:
-    """Return the keys and values in shared memory, of the stages that are always allocated."""
-    return max(1, tile.num_stages - 1) * tile.block_n * (dim + dim // tile.dv_parts)
-
-
 def compile_tile(layer: Layer, tile: Tile) -> str:
     """Compile into Triton's cache, in a worker process; return why the tile is unusable, or ""."""
     try:
@@ -296,14 +273,16 @@ def compile_tile(layer: Layer, tile: Tile) -> str:
 
 
 def rank(
-    tiles: Iterable[Tile], cases: list[tuple[Problem, float]], replays: int
+    tiles: list[Tile], cases: list[tuple[Problem, float]], replays: int
 ) -> list[tuple[float, Tile]]:
     """Return (geometric mean of time over floor, tile), best first."""
     scores = []
-    for tile in tiles:
-        logs = [math.log(p.time_us(p.ours(tile), replays) / floor) for p, floor in cases]
-        scores.append((math.exp(statistics.mean(logs)), tile))
-        print(f"{scores[-1][0]:8.2f}  {tile}", flush=True)
+    with Progress(len(tiles), "tiles", what="timing") as progress:
+        for tile in tiles:
+            logs = [math.log(p.time_us(p.ours(tile), replays) / floor) for p, floor in cases]
+            scores.append((math.exp(statistics.mean(logs)), tile))
+            say(f"{scores[-1][0]:8.2f}  {tile}")
+            progress.step()
     return sorted(scores, key=lambda score: score[0])
 
 
@@ -313,13 +292,18 @@ def sweep(options: argparse.Namespace, gpu: Gpu) -> dict[int, list[tuple[float, 
     context = multiprocessing.get_context("spawn")
     for layer in (layer for layer in SWEPT if options.layer in layer.name):
         dim = layer.shape.head_dim
-        tiles = candidates(dim)
-        with ProcessPoolExecutor(options.processes, mp_context=context) as pool:
-            faults = list(pool.map(compile_tile, itertools.repeat(layer), tiles))
-        for tile, fault in zip(tiles, faults, strict=True):
-            if fault:
-                print(f"    out   {tile}: {fault}")
-        fit = [tile for tile, fault in zip(tiles, faults, strict=True) if not fault]
+        tiles, fit = candidates(dim, DTYPE), []
+        with (
+            ProcessPoolExecutor(options.processes, mp_context=context) as pool,
+            Progress(len(tiles), "tiles", what=f"compiling for head dim {dim}") as progress,
+        ):
+            faults = pool.map(compile_tile, itertools.repeat(layer), tiles)
+            for tile, fault in zip(tiles, faults, strict=True):
+                if fault:
+                    say(f"    out   {tile}: {fault}")
+                else:
+                    fit.append(tile)
+                progress.step()
         cases = [(p, p.floor_us(gpu)) for p, _ in problems(options, gpu, [layer])]
         best = [tile for _, tile in rank(fit, cases, options.replays)[:3]]
         cuts = itertools.product(best, (1, 2, 3, 4), (32, 64, 128, 256))
@@ -342,7 +326,7 @@ def parse_options() -> argparse.Namespace:
     def integers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--layer", default="", help="only layers whose name contains this")
     parser.add_argument("--requests", type=integers, default=[1, 8, 32])
     parser.add_argument("--contexts", type=integers, default=[512, 8192, 32768])
@@ -357,6 +341,21 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=8, help="compiler processes for --sweep")
     result_files.add_result_options(parser, picture=False, servers=False)
     return parser.parse_args()
+
+
+def measure_all(options: argparse.Namespace, gpu: Gpu) -> tuple[list[Row], list[op_timing.OpRow]]:
+    """Time verify attention at every point, then the other ops, printing the two tables."""
+    num_points, op_rows = len(points(options, LAYERS)), []
+    with Progress(num_points + len(options.requests), "points") as progress:
+        say(HEADER)
+        rows = measure(options, gpu, progress)
+        say(op_timing.HEADER)
+        for row in op_timing.measure_ops(options.requests, triton_ops(), gpu, options.replays):
+            say(op_timing.markdown_line(row))
+            progress.name(f"the other ops, {row.requests} requests")
+            progress.reach(num_points + options.requests.index(row.requests))
+            op_rows.append(row)
+    return rows, op_rows
 
 
 def main() -> None:
@@ -374,13 +373,7 @@ def main() -> None:
         }
         text = tile_table(ranked)
     else:
-        print(HEADER)
-        rows = measure(options, gpu)
-        print(op_timing.HEADER)
-        op_rows = []
-        for op_row in op_timing.measure_ops(options.requests, triton_ops(), gpu, options.replays):
-            print(op_timing.markdown_line(op_row), flush=True)
-            op_rows.append(op_row)
+        rows, op_rows = measure_all(options, gpu)
         result |= {"rows": [asdict(r) for r in rows], "ops": [asdict(r) for r in op_rows]}
         text = "\n".join(
             [

@@ -54,6 +54,7 @@ from benchmarks import (
 )
 from benchmarks.load_points import Questions, RandomPrompts, measure
 from benchmarks.load_report import draw, report
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.progress import Progress, say
@@ -304,7 +305,7 @@ def default_out(model_path: str) -> Path:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     known = sorted(path.name for path in SHAPES.iterdir() if not path.name.endswith("-draft"))
     parser.add_argument("--shapes", choices=known, help="default: gemma4-31b on a GPU")
     parser.add_argument("--model-path", help="another pair, with --draft-model-path")

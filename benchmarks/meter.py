@@ -1,6 +1,7 @@
 """Measure what the acceptance bookkeeping costs a decode step.
 
-    python -m benchmarks.meter [--step-ms 20.1 24 57 --out benchmarks/results/meter]
+    python -m benchmarks.meter
+    python -m benchmarks.meter --step-ms 20.1 24 57 --out benchmarks/results/meter
 
 Runs a step's bookkeeping in isolation, as the worker does it: four marks on the stream (CUDA events
 on a GPU), one record per request, counters published once a second. Reports host time per step,
@@ -10,7 +11,6 @@ GPU also the stream time of the marks, measured around short kernels with and wi
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import time
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import result_files
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 from sglang_dflash.glue.after_step.exporter import PrometheusExporter
 from sglang_dflash.glue.after_step.stage_clock import STAGES
@@ -77,7 +78,7 @@ def stream_seconds_per_step(steps: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--step-ms", nargs="+", type=float, help="step time for each of --requests")

@@ -34,6 +34,7 @@ import requests
 import torch
 
 from benchmarks import ROOT, load, real_text, result_files, sharing, systems
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.progress import Progress, say
@@ -226,7 +227,7 @@ def groups(options: argparse.Namespace, longest_prompt: int) -> Iterable[tuple[l
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--prompts", nargs="+", type=Path, required=True, help="jsonl files")
     parser.add_argument("--model-path", help="default: the embedded pair")
     parser.add_argument("--draft-model-path")

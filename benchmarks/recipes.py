@@ -39,6 +39,7 @@ import requests
 from benchmarks import ROOT, batch_load, result_files, sharing, systems
 from benchmarks.recipe_report import reason_of, report
 from benchmarks.systems import SYSTEMS
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.testing.progress import Progress, say
@@ -269,7 +270,7 @@ def run_cells(
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--recipes", nargs="+", help="names of scripts in launch/; default: all")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=["bf16"])
     parser.add_argument("--systems", nargs="+", type=systems.system_name, default=list(SYSTEMS))

@@ -5,9 +5,9 @@
 
 Each system serves alone, with the same prompts. Decode rates come from the difference between two
 output lengths, so that prefill and start-up cancel out. Writes OUT.json (command, commit, versions,
-GPU), OUT.md (the table) and OUT.png (rate over requests) after each system; rerunning the command
-measures what is missing. `--picture OUT.json` rewrites table and plot. Unknown arguments are passed
-to the servers. Without a GPU, launch/cpu.sh starts them.
+GPU), OUT.md (the table) and OUT.png (speed-up over requests) after each system; rerunning the
+command measures what is missing. `--picture OUT.json` rewrites table and plot. Unknown arguments
+are passed to the servers. Without a GPU, launch/cpu.sh starts them.
 
 Plain decoding and SGLang's DFLASH run on the attention backends that SGLang picks. A system such as
 `in-tree-fa4` or `plain-triton` names its target's; `--attention-backend` sets that of all systems.
@@ -36,6 +36,7 @@ from benchmarks import batch_load, result_files, systems
 from benchmarks.batch_load import SAMPLING, decode_rate, draw_prompts, run_batch
 from benchmarks.systems import SYSTEMS
 from benchmarks.trace_split import report, split
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.testing.progress import Progress, say
 from sglang_dflash.testing.server import ServerProcess
@@ -193,7 +194,7 @@ def compare_outputs(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model-path")
     parser.add_argument("--draft-model-path")
     parser.add_argument("--systems", nargs="+", type=systems.system_name, default=list(SYSTEMS))

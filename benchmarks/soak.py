@@ -37,6 +37,7 @@ from typing import Any
 from benchmarks import result_files, systems
 from benchmarks.soak_requests import choose_kinds, encode_questions, write_other_weights
 from benchmarks.soak_storm import Outcome, Pair, Storm, warm_up
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.environment import COMPARE_RANKS
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.testing.progress import Progress
@@ -75,7 +76,7 @@ def faults(report: dict[str, Any]) -> list[str]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=1000, help="total over all pairs")
     parser.add_argument(
         "--seconds", type=float, default=0, help="run for this long instead of --requests"

@@ -49,6 +49,7 @@ from benchmarks.task_questions import (
     take,
 )
 from benchmarks.task_report import Answer, compare, draw, is_right, tables
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.progress import Progress, say
@@ -262,7 +263,7 @@ class Run:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--data", type=Path, help="folder with TASK.jsonl; by default they are fetched"
     )

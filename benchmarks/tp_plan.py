@@ -10,14 +10,12 @@ its own roofline. Everything else is kept as it is. Ranks add two all-reduces fo
 for each embedding and the gathering of logits: each takes a latency, and its bytes over NVLink.
 
 The verify width is what the server's own policy chooses for these costs, the same for all requests
-of a step; sharing rows out by confidence would commit more. Acceptance is geometric. Left out:
-host work, waiting for the slowest rank, and the fused Gemma layers, which are off with several
-ranks. A plan is for choosing what to measure.
+of a step; sharing rows out by confidence would commit more. Acceptance is geometric. Host work and
+waiting for the slowest rank are left out. A plan is for choosing what to measure.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping
@@ -30,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import ROOT
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.commands.memory_plan import BYTES, GIB, RankMemory, kv_bytes_per_token
 from sglang_dflash.costs import GraphCosts
 from sglang_dflash.interrupt import end_on_interrupt
@@ -343,7 +342,7 @@ def read_pair(shapes: Path, weights_gib: Mapping[str, float]) -> Pair:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     results = ROOT / "benchmarks" / "results"
     parser.add_argument("--serving", type=Path, default=results / "serving-h200.json")
     parser.add_argument(

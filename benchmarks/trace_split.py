@@ -1,6 +1,6 @@
 """Break down a decode step's GPU time, from a profiler trace of an SGLang server.
 
-    python -m benchmarks.trace_split TRACE.json.gz [--top 15] [--out split.json]
+    python -m benchmarks.trace_split TRACE.json.gz --top 15 --out split.json
 
 A step of our worker begins with its `_build_block` kernel, drafting ends with the first
 `_argmax_merge` and verifying with `_accept_block`. Other workers, and plain decoding, have no such
@@ -13,7 +13,6 @@ and idle add up to the step.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import sys
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 
 STEP, DRAFTED, COMMIT = "_build_block", "_argmax_merge", "_accept_block"
@@ -147,7 +147,7 @@ def report(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument(
         "--top", type=int, default=0, help="also list this many of the longest kernels"

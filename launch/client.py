@@ -1,17 +1,20 @@
 """Ask a server on port 30000 through the `openai` client, streaming, and show its acceptance.
 
-python launch/client.py "Why is the sky blue?" [--no-thinking] [--url URL]
+    python launch/client.py "Why is the sky blue?"
+    python launch/client.py "Why is the sky blue?" --no-thinking --url http://127.0.0.1:30001
+
+Acceptance is counted over the server, so it is this answer's only if nobody else asks meanwhile.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import Any
 
 import openai
 import requests
 
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.metrics import replicas_of, together
 
@@ -57,7 +60,7 @@ def refusal(url: str, error: openai.APIError) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("question")
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     parser.add_argument("--no-thinking", action="store_true")
@@ -90,7 +93,6 @@ def main() -> None:
         return
     steps = after["verify_steps"] - before["verify_steps"]
     tokens = after["committed_tokens"] - before["committed_tokens"]
-    # server-wide counters: correct only while it has no other clients
     print(f"\naccept length {tokens / max(steps, 1):.2f}: {tokens} tokens in {steps} verify steps")
 
 

@@ -1,5 +1,8 @@
 """Exit with a message unless all servers at the given URLs serve the same thing, each in its role.
 
+    python launch/same_replicas.py http://gpu1:30000 http://gpu2:30000
+    python launch/same_replicas.py prefill=http://gpu1:30000,8998 decode=http://gpu2:30000
+
 A server is named by its URL, or as prefill=URL[,BOOTSTRAP_PORT] or decode=URL. A router cannot
 tell: it would send one request to one release of sglang_dflash, and the next to another. Needs
 neither torch nor SGLang, but the router.
@@ -12,6 +15,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from sglang_dflash.command_help import parser_of
+from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.metrics import replicas_of
 
 PATIENCE_S = 30
@@ -98,7 +103,15 @@ def difference(found: Mapping[str, Mapping[str, Any]]) -> str | None:
     return None
 
 
-def main(words: list[str]) -> None:
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "servers",
+        nargs="+",
+        metavar="SERVER",
+        help="URL, prefill=URL[,BOOTSTRAP_PORT] or decode=URL",
+    )
+    words = parser.parse_args().servers
     absent = [name for name in ("requests", "sglang_router") if not importlib.util.find_spec(name)]
     if absent:
         packages = " ".join(name.replace("_", "-") for name in absent)
@@ -112,4 +125,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(end_on_interrupt("same_replicas", main))

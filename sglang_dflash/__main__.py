@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from sglang_dflash import __version__
+from sglang_dflash.command_help import examples
 from sglang_dflash.commands.card_names import CARDS, FRACTION, SLIDING_SHARE, card_named
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.train.arguments import add_train_options, read_invocation
@@ -19,6 +20,11 @@ from sglang_dflash.train.stop import Stop, run_until_stopped
 # required dependencies: no command runs without them
 NEEDED = ("torch", "transformers", "requests", "sglang")
 MODULE = "python -m sglang_dflash"
+EXAMPLES = """\
+%(prog)s doctor --card 5090
+%(prog)s serve --model-path Qwen/Qwen3-8B --speculative-algorithm DFLASH \\
+    --speculative-draft-model-path z-lab/Qwen3-8B-DFlash-b16
+%(prog)s report --web"""
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -46,7 +52,9 @@ def make_parser(prog: str = MODULE) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         description="DFlash speculative decoding for SGLang: checks, serving, monitoring, training",
-        epilog="`%(prog)s COMMAND --help` has the options of a command, with an example.",
+        epilog="`%(prog)s COMMAND --help` has the options of a command, with an example.\n\n"
+        + examples(EXAMPLES),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"sglang-dflash {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -209,7 +217,7 @@ def add_command(
     more: str = "",
 ) -> argparse.ArgumentParser:
     """Add a command whose help ends with an example."""
-    shown = f"example:\n  %(prog)s {example}".rstrip()
+    shown = examples(f"%(prog)s {example}".rstrip())
     return commands.add_parser(
         name,
         help=does,

@@ -84,10 +84,7 @@ def run_web(options: argparse.Namespace) -> int:
         raise SystemExit("--png and --looks are for the report in the terminal. Omit --web.")
     urls = list(dict.fromkeys(full_url(url) for url in options.url))
     host = f"[{options.host}]" if ":" in options.host else options.host
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        listen(History(urls), options.host, options.port, options.interval) as page,
-    ):
+    with listen(History(urls), options.host, options.port, options.interval) as page:
         print(
             f"Watching {', '.join(urls)}: open http://{host}:{page.server_port} (Ctrl-C ends it)",
             flush=True,

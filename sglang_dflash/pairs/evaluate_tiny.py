@@ -7,7 +7,6 @@ Prompts come from the held-out split of the tiny pair's corpus.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +20,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs.tiny_corpus.corpus import draw_exchanges, sample_prompts
 from sglang_dflash.reference.generate import Generation, generate, generate_plain
 from sglang_dflash.reference.model import Drafter
+from sglang_dflash.testing.progress import Progress
 from sglang_dflash.train.acceptance import accept_length, histogram
 from sglang_dflash.train.batches import encode_prompt
 
@@ -67,16 +68,20 @@ def evaluate(
     """Answer every prompt twice, with and without the drafter, and compare."""
     answers, generations, differing = [], [], []
     stop = {tokenizer.eos_token_id}
-    for prompt in prompts:
-        ids = encode_prompt(tokenizer, [{"role": "user", "content": prompt}])
-        drafted = generate(target, drafter, ids, max_new_tokens=max_new_tokens, eos_token_ids=stop)
-        plain = generate_plain(target, ids, max_new_tokens=max_new_tokens, eos_token_ids=stop)
-        if drafted.token_ids != plain:
-            differing.append(prompt)
-        generations.append(drafted)
-        answer = tokenizer.decode(drafted.token_ids, skip_special_tokens=True)
-        assert isinstance(answer, str), type(answer)
-        answers.append(answer)
+    with Progress(len(prompts), "prompts", what="evaluate") as progress:
+        for prompt in prompts:
+            ids = encode_prompt(tokenizer, [{"role": "user", "content": prompt}])
+            drafted = generate(
+                target, drafter, ids, max_new_tokens=max_new_tokens, eos_token_ids=stop
+            )
+            plain = generate_plain(target, ids, max_new_tokens=max_new_tokens, eos_token_ids=stop)
+            if drafted.token_ids != plain:
+                differing.append(prompt)
+            generations.append(drafted)
+            answer = tokenizer.decode(drafted.token_ids, skip_special_tokens=True)
+            assert isinstance(answer, str), type(answer)
+            answers.append(answer)
+            progress.step()
     return Evaluation(list(prompts), answers, generations, differing)
 
 
@@ -93,7 +98,7 @@ def template_answers(prompts: Sequence[str], *, seed: int) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--drafter", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=100)

@@ -8,7 +8,6 @@ result is the quantised model, not the original, and needs a drafter trained for
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -19,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def target_name(name: str) -> tuple[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("gguf", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

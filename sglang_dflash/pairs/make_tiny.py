@@ -7,7 +7,6 @@ Writes DIR/target and DIR/drafter. About twelve minutes on two CPU cores.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs.evaluate_tiny import evaluate
 from sglang_dflash.pairs.save import export_drafter, export_target, round_to_bfloat16
@@ -179,7 +179,7 @@ def make_pair(recipe: Recipe, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for target/ and drafter/")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--target-steps", type=int, default=Recipe.target_schedule.steps)

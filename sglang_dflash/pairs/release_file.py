@@ -1,7 +1,7 @@
 """The pairs as one file, for installations without a checkout.
 
-    python -m sglang_dflash.pairs.release_file pack dist/                # in a checkout
-    python -m sglang_dflash.pairs.release_file unpack FILE [--out DIR]   # beside a wheel
+    python -m sglang_dflash.pairs.release_file pack dist/     # in a checkout
+    python -m sglang_dflash.pairs.release_file unpack FILE    # beside a wheel
 
 The wheel has no weights. Unpacked in the default folder, the pairs are found from anywhere.
 """
@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 from sglang_dflash import __version__
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.environment import PAIRS
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import BESIDE_THE_PACKAGE, UNPACKED
@@ -102,11 +103,7 @@ def check(folder: Path) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang_dflash.pairs.release_file",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, prog="python -m sglang_dflash.pairs.release_file")
     commands = parser.add_subparsers(dest="command", required=True)
     packing = commands.add_parser("pack", help="write the release file")
     packing.add_argument("out", type=Path, help="folder for it")

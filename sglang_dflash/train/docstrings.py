@@ -9,7 +9,6 @@ the prompts.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import sys
@@ -17,6 +16,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 
 ASKS = "Write the body of this Python function:\n```python\n{}\n```"
@@ -69,7 +69,7 @@ def make_prompts(paths: Iterable[Path]) -> Iterator[dict[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("packages", nargs="+", type=Path, help="wheels, or folders of sources")
     parser.add_argument("--out", type=Path, required=True, help="JSONL for train --prompts")
     options = parser.parse_args()

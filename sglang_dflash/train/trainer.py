@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,9 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from sglang_dflash.train.batches import Batch
 from sglang_dflash.train.optimizer import make_optimizers
+
+BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,15 +131,19 @@ def optimise(
 ) -> list[float]:
     """Train `module` in place and return the loss of every step."""
     trainer = Trainer(module=module, schedule=schedule, optimizer=optimizer)
+    # in percent, because the schedule may be limited by time
+    bar = tqdm(total=100.0, desc=label, disable=None, leave=False, bar_format=BAR)
 
     def log(trainer: Trainer) -> bool:
+        bar.update(100 * trainer.share - bar.n)
         if trainer.step % log_every == 0:
-            print(
+            tqdm.write(
                 f"{label} step {trainer.step}/{schedule.steps} "
-                f"loss {trainer.recent_loss(log_every):.4f} ({trainer.seconds:.0f} s)",
-                flush=True,
+                f"loss {trainer.recent_loss(log_every):.4f} ({trainer.seconds:.0f} s)"
             )
+            sys.stdout.flush()
         return False
 
-    trainer.run(batches, loss_of=loss_of, after_step=log)
+    with bar:
+        trainer.run(batches, loss_of=loss_of, after_step=log)
     return torch.stack(trainer.losses).tolist()

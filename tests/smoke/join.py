@@ -7,11 +7,13 @@ A family of a later call replaces the same family of an earlier one.
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+from sglang_dflash.command_help import parser_of
+from sglang_dflash.interrupt import end_on_interrupt
 from tests.smoke.families import FAMILIES
 from tests.smoke.since import RESULTS, failed
 
@@ -48,7 +50,7 @@ def shorten(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("results", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=RESULTS / "smoke-h200.json")
     options = parser.parse_args()
@@ -58,4 +60,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("join", main))

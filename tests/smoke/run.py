@@ -10,8 +10,8 @@ at once: plain decoding and DFLASH in fp32 (Triton drafts), whose answers must b
 token, and DFLASH by launch/serve.sh in bf16 (fa4 drafts). CUDA graphs, overlap scheduling and the
 plan stream are on (in fp32, models with experts run without graphs and have fewer experts, and the
 vocabulary is smaller); more requests run at once than the largest graph holds. The verify width is
-automatic, and in fp32 also changes at every step. Then the 31B recipe starts at full size, answers
-an OpenAI client, and its step is timed.
+automatic, and in fp32 also changes at every step. Targets with 4-bit weights are served in bf16
+only. Then the 31B recipe starts at full size, answers an OpenAI client, and its step is timed.
 
     python -m tests.smoke.run --tp 2    # two ranks on one GPU (sglang_dflash/testing/two_ranks.py)
 
@@ -29,19 +29,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import gpu, recipes, result_files
+from sglang_dflash.command_help import parser_of
 from sglang_dflash.glue import release, seams
+from sglang_dflash.interrupt import end_on_interrupt
+from sglang_dflash.testing.progress import Progress, say
 from sglang_dflash.testing.server import ROOT, START_TIMEOUT_S, Server, free_port
 from tests.smoke import checks
 from tests.smoke.families import FAMILIES, Family
@@ -55,6 +59,9 @@ KEPT_LOG = 6000  # characters of a failed server's log
 
 # ranks that share a GPU take turns on it: with two, one family is asked at a time
 ASKING = {1: contextlib.nullcontext(), 2: threading.Lock()}
+# for Ctrl-C, which only the main thread hears of
+STOPPED = threading.Event()
+RUNNING: set[Server] = set()
 # families of the test with two ranks, with and without seeds
 ON_TWO_RANKS = {"gemma4": False, "gemma4-moe": False, "qwen3": False, "qwen3, seeded": True}
 
@@ -68,11 +75,12 @@ def run_family(
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         servers = start(family, folder, small=small, ranks=ranks, seeded=seeded)
+        RUNNING.update(servers.values())
         try:
             for server in servers.values():
-                server.wait()
+                server.wait(end_if_stopped)
             found["start_s"] = {name: server.start_s for name, server in servers.items()}
-            print(f"{family.name}: started, s: {found['start_s']}", flush=True)
+            say(f"{family.name}: started, s: {found['start_s']}")
             with ASKING[ranks]:
                 asking = time.monotonic()
                 for name, checked in check(servers, folder, seeded=seeded):
@@ -83,18 +91,26 @@ def run_family(
                         checked |= checks.check_compared(servers[name]) if ranks > 1 else {}
                     failed = {each: result for each, result in checked.items() if result != "ok"}
                     told = f"{len(checked) - len(failed)} of {len(checked)} checks passed"
-                    print(f"{family.name}, {name}: {told} {failed or ''}", flush=True)
+                    say(f"{family.name}, {name}: {told} {failed or ''}")
                 found["ask_s"] = round(time.monotonic() - asking, 1)
         except Exception as error:  # one family's failure must not hide the others
-            traceback.print_exc()
+            end_if_stopped()
+            say(traceback.format_exc())
             found["error"] = f"{type(error).__name__}: {str(error)[-2000:]}"
         finally:
             for server in servers.values():
                 server.stop()
+                RUNNING.discard(server)
         if not is_fine(found):
             found["logs"] = {name: server.log()[-KEPT_LOG:] for name, server in servers.items()}
     found["seconds"] = round(time.monotonic() - began, 1)
     return found
+
+
+def end_if_stopped() -> None:
+    """End the thread of a family after Ctrl-C."""
+    if STOPPED.is_set():
+        raise KeyboardInterrupt
 
 
 def check(
@@ -105,12 +121,13 @@ def check(
     if seeded:
         yield "exact", checks.check_seeded(servers["plain"], servers["exact"], prompts)
         return
-    wanted = checks.ask_plain(servers["plain"], prompts)
-    if "one rank" in servers:
-        alone = checks.ask_plain(servers["one rank"], prompts)
-        yield "plain", checks.check_one_rank(wanted, alone)
-    script = script_folder(folder, "exact")
-    yield "exact", checks.check_exact(servers["exact"], prompts, wanted, script)
+    if "plain" in servers:
+        wanted = checks.ask_plain(servers["plain"], prompts)
+        if "one rank" in servers:
+            alone = checks.ask_plain(servers["one rank"], prompts)
+            yield "plain", checks.check_one_rank(wanted, alone)
+        script = script_folder(folder, "exact")
+        yield "exact", checks.check_exact(servers["exact"], prompts, wanted, script)
     if "deployed" in servers:
         script = script_folder(folder, "deployed")
         yield "deployed", checks.check_answers(servers["deployed"], prompts, script)
@@ -136,7 +153,7 @@ def result_file(ranks: int) -> Path:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--tp", type=int, choices=(1, 2), default=1, help="ranks of a server, all on one GPU"
     )
@@ -162,8 +179,35 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def run_named(name: str, ranks: int) -> dict[str, Any]:
     """Run a family of the command line."""
+    end_if_stopped()
     [family] = [each for each in FAMILIES if each.name == name.partition(",")[0]]
     return run_family(family, ranks=ranks, seeded=ranks > 1 and ON_TWO_RANKS[name])
+
+
+def run_families(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Run the families of the command line, several at once; print and return their results."""
+    progress.name(", ".join(options.families))
+    with ThreadPoolExecutor(options.at_once) as pool, stopping():
+        running = {pool.submit(run_named, name, options.tp): name for name in options.families}
+        results = {}
+        for ended in as_completed(running):
+            name = running[ended]
+            results[name] = ended.result()
+            say(json.dumps({name: results[name]}, indent=1))
+            progress.step(", ".join(each for each in running.values() if each not in results))
+    return {name: results[name] for name in options.families}
+
+
+@contextlib.contextmanager
+def stopping() -> Iterator[None]:
+    """On Ctrl-C stop all servers, so that their families end, whose threads are waited for."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        STOPPED.set()
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda server: server.stop(), list(RUNNING)))
+        raise
 
 
 def main() -> None:
@@ -172,15 +216,13 @@ def main() -> None:
         raise SystemExit("The smoke test needs a GPU that torch can use; `make test` does not.")
     began = time.monotonic()
     report: dict[str, Any] = result_files.provenance(options.commit) | {"ranks": options.tp}
-    with ThreadPoolExecutor(options.at_once) as pool:
-        results = pool.map(lambda name: run_named(name, options.tp), options.families)
-        report["families"] = {}
-        for name, found in zip(options.families, results, strict=True):
-            report["families"][name] = found
-            print(json.dumps({name: found}, indent=1), flush=True)
-    if not options.no_recipe:
-        report["recipe"] = {RECIPE.key: run_recipe()}
-        print(json.dumps(report["recipe"], indent=1), flush=True)
+    with Progress(len(options.families) + (not options.no_recipe), "parts") as progress:
+        report["families"] = run_families(options, progress)
+        if not options.no_recipe:
+            progress.name(RECIPE.recipe)
+            report["recipe"] = {RECIPE.key: run_recipe()}
+            say(json.dumps(report["recipe"], indent=1))
+            progress.step()
     report["passed"] = not failed(report)
     report["whole"] = options.is_whole and (options.tp > 1 or not options.no_recipe)
     report["seconds"] = round(time.monotonic() - began, 1)
@@ -193,4 +235,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("smoke", main))

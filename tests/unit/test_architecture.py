@@ -42,6 +42,7 @@ ALLOWED = {
     "drafter_config": {"dflash2_format", "speculators_format"},
     "environment": set(),
     "heartbeat": set(),
+    "command_help": set(),
     "interrupt": set(),
     "config": {
         "dflash2_format",
@@ -106,7 +107,7 @@ ALLOWED = {
         "testing",
         "train",
     },
-    "__main__": {"__version__", "commands", "interrupt", "train"},
+    "__main__": {"__version__", "command_help", "commands", "interrupt", "train"},
     # an oracle shares no arithmetic with the code it judges, only the list of accepted configs
     "reference": {
         "dflash2_format",
@@ -115,16 +116,25 @@ ALLOWED = {
         "reference",
         "speculators_format",
     },
-    "pairs": {"environment", "interrupt", "pairs"},
+    "pairs": {"command_help", "environment", "interrupt", "pairs"},
     # the trainer is for any target: it knows neither the shipped pairs nor the tiny one's corpus
-    "train": {"interrupt", "mask_embedding", "reference", "train"},
+    "train": {"command_help", "interrupt", "mask_embedding", "reference", "train"},
     # templates and tables; prompts and chats are generated without torch, so without the trainer
     "pairs/tiny_corpus": {"pairs/tiny_corpus"},
     "pairs/save": {"reference"},
-    "pairs/release_file": {"__version__", "environment", "interrupt", "pairs"},
+    "pairs/release_file": {"__version__", "command_help", "environment", "interrupt", "pairs"},
     # the two programs that evaluate and make the tiny pair, with the trainer
-    "pairs/evaluate_tiny": {"interrupt", "pairs/tiny_corpus", "reference", "train"},
+    "pairs/evaluate_tiny": {
+        "command_help",
+        "interrupt",
+        "pairs/tiny_corpus",
+        "reference",
+        # the progress bar
+        "testing",
+        "train",
+    },
     "pairs/make_tiny": {
+        "command_help",
         "interrupt",
         "pairs/evaluate_tiny",
         "pairs/save",
@@ -321,8 +331,7 @@ def test_only_the_start_of_a_training_run_sees_its_arguments() -> None:
     """A Namespace that is passed further is untyped and gets mutated on the way."""
     train = sorted((PACKAGE / "train").glob("*.py"))
     users = {path.stem for path in train if "argparse" in imports_of(path)}
-    # docstrings is a standalone program
-    assert users == {"arguments", "command", "docstrings", "prepare"}
+    assert users == {"arguments", "command", "prepare"}
 
 
 def test_twins_stand_beside_their_kernels_and_need_no_triton() -> None:

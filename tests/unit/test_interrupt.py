@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
+import functools
 import multiprocessing
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks import compile_sweep
 from sglang_dflash.interrupt import end_on_interrupt
+from sglang_dflash.testing.progress import Progress
 from sglang_dflash.testing.server import ROOT
+from tests.program_files import program_files
+from tests.smoke import run as smoke
+from tests.smoke.families import Family
 
 ANSWER_TIMEOUT_S = 60
+WORK_S = 120
+# has nothing to wait for
+WITHOUT_WAITING = {Path("tests/smoke/since.py")}
 
 
 def test_a_command_that_waits_for_a_server_ends_in_one_line() -> None:
@@ -59,6 +76,56 @@ def test_an_import_that_fails_for_the_signal_is_no_error(
     assert end_on_interrupt("some", import_something) == 130
     assert capsys.readouterr().err == "some: stopped\n"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("path", program_files(), ids=str)
+def test_every_program_ends_on_an_interrupt(path: Path) -> None:
+    """A traceback of twenty lines would otherwise be what a user gets for Ctrl-C."""
+    calls = {
+        ast.unparse(node.func)
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Call)
+    }
+    assert ("end_on_interrupt" in calls) == (path not in WITHOUT_WAITING)
+
+
+def test_the_smoke_test_ends_its_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their threads do not get the signal, and are waited for: for minutes, if they went on."""
+    begun: queue.Queue[str] = queue.Queue()
+    ended: list[str] = []
+
+    def run_family(family: Family, **_: Any) -> None:
+        begun.put(family.name)
+        smoke.STOPPED.wait(WORK_S)
+        ended.append(family.name)
+        smoke.end_if_stopped()
+
+    def interrupt(_running: object) -> None:
+        begun.get()
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(smoke, "STOPPED", threading.Event())
+    monkeypatch.setattr(smoke, "run_family", run_family)
+    # in the place where the main thread waits
+    monkeypatch.setattr(smoke, "as_completed", interrupt)
+    options = argparse.Namespace(families=["gemma4", "qwen3"], at_once=1, tp=1)
+    work = functools.partial(smoke.run_families, options, Progress(2, "parts"))
+    assert end_on_interrupt("smoke", work) == 130
+    # the other one did not begin
+    assert (ended, begun.qsize()) == (["gemma4"], 0)
+
+
+def test_the_compile_sweep_ends_its_workers() -> None:
+    """What they compile for the next card takes ten minutes, for which the pool would wait."""
+    began = time.monotonic()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        ProcessPoolExecutor(1) as pool,
+        compile_sweep.ending_workers(),
+    ):
+        pool.map(time.sleep, [WORK_S, WORK_S])
+        raise KeyboardInterrupt
+    assert time.monotonic() - began < WORK_S
 
 
 def test_a_forked_process_ends_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:

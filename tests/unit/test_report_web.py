@@ -288,4 +288,4 @@ def test_ctrl_c_ends_it_at_once() -> None:
         # less than a server has for its answer
         _, errors = process.communicate(timeout=ANSWER_S - 2)
     assert said.startswith(f"Watching {url}: open http://127.0.0.1:{port} ")
-    assert (process.returncode, errors) == (0, "")
+    assert (process.returncode, errors) == (130, "report: stopped\n")

@@ -254,7 +254,7 @@ def test_serving_needs_nothing_of_this_package_but_the_harness() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    needed = ["interrupt", "testing", "testing.progress", "testing.server"]
+    needed = ["command_help", "interrupt", "testing", "testing.progress", "testing.server"]
     assert ran.stdout.split() == [f"sglang_dflash.{name}" for name in needed]
 
 

@@ -1,0 +1,102 @@
+"""`--help` of every program: it ends with examples, which its parser accepts."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_dflash.__main__ import make_parser
+from sglang_dflash.command_help import parser_of
+from tests.program_files import program_files
+from tests.unit.test_documents import arguments_of, parse
+
+OURS = Path("sglang_dflash/__main__.py")
+# since.py reads no arguments
+WITHOUT_EXAMPLE = {Path("tests/smoke/since.py")}
+PROGRAMS = [path for path in program_files() if path not in WITHOUT_EXAMPLE]
+
+
+def commands() -> list[str]:
+    """Return the commands of `sglang-dflash`."""
+    [table] = [
+        action
+        for action in make_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    ]
+    return list(table.choices)
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__main__")
+
+
+def help_of(
+    path: Path, *words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    program = importlib.import_module(".".join(path.with_suffix("").parts))
+    monkeypatch.setattr(sys, "argv", [str(path), *words, "--help"])
+    with pytest.raises(SystemExit, match="^0$"):
+        program.main()
+    return capsys.readouterr().out
+
+
+def examples_in(shown: str) -> list[str]:
+    """Return the command lines with which a help text ends, those that are continued joined."""
+    _, title, block = shown.rpartition("\nexample")
+    assert title, f"no example:\n{shown}"
+    heading, *lines = block.splitlines()
+    assert heading in (":", "s:") and all(line.startswith("  ") for line in lines), block
+    return "\n".join(lines).replace("\\\n", " ").splitlines()
+
+
+def own_commands(path: Path, lines: list[str]) -> list[str]:
+    """Return the examples that run the program itself, written as `python -m`."""
+    found = []
+    for line in lines:
+        as_module = f"{line} ".replace(f"python {path} ", f"python -m {module_of(path)} ").strip()
+        if as_module.startswith("python -m ") and arguments_of(as_module)[0] == module_of(path):
+            found.append(as_module)
+    return found
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=str)
+def test_every_program_shows_an_example_that_it_accepts(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = help_of(path, monkeypatch=monkeypatch, capsys=capsys)
+    examples = own_commands(path, examples_in(shown))
+    assert examples, shown
+    for line in examples:
+        parse(line, is_whole=True, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_shows_an_example_that_it_accepts(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = help_of(OURS, command, monkeypatch=monkeypatch, capsys=capsys)
+    [line] = own_commands(OURS, examples_in(shown))
+    assert arguments_of(line)[1][0] == command
+    parse(line, is_whole=True, monkeypatch=monkeypatch)
+
+
+def test_a_help_is_the_first_paragraph_and_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    doc = "Count the words of files, one by\none.\n\n    count FILE \\\n        --all\n\nMore.\n"
+    shown = parser_of(doc, prog="count").format_help()
+    assert "\n\nCount the words of files,\none by one.\n\n" in shown
+    assert shown.endswith("\n\nexample:\n  count FILE \\\n      --all\n")
+    both = parser_of("Count.\n\n    count A\n    count B\n\nMore.\n\n    count C").format_help()
+    assert both.endswith("\n\nexamples:\n  count A\n  count B\n  count C\n")
+
+
+def test_a_help_without_an_example_is_found() -> None:
+    with pytest.raises(AssertionError, match="no example"):
+        examples_in("usage: count FILE\n\nCount the words of a file.\n")
+    with pytest.raises(AssertionError):
+        examples_in("\nexample:\n  count FILE\n\nCount the words of a file.\n")
+    assert own_commands(Path("launch/client.py"), ["  python -m benchmarks.load", "  make"]) == []
