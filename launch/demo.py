@@ -2,10 +2,11 @@
 
     python launch/demo.py           # plain decoding and DFLASH side by side, speed and acceptance
     python launch/demo.py --chat    # ask your own questions
+    python launch/demo.py --tiny    # the embedded toy pair, which needs no download
     python launch/demo.py --model-path M --draft-model-path D    # a pair of your own
 
 The pair is SmolLM2-135M-Instruct, downloaded once (93 MB), and the drafter in this package; with
---tiny it is the embedded toy pair, which needs no download. Two servers, with and without
+--tiny, or if the download fails, it is the embedded toy pair. Two servers, with and without
 speculation, answer each question in turn, so that neither slows the other; on a GPU if torch can
 use one.
 """
@@ -16,17 +17,18 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from transformers import AutoTokenizer
 
 from sglang_dflash.checkpoint import check_checkpoint
+from sglang_dflash.command_help import parser_of
+from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import smollm2_drafter, tiny_drafter, tiny_target
 from sglang_dflash.pairs.smollm2 import smollm2_target
 from sglang_dflash.testing.server import Server
@@ -51,6 +53,11 @@ PLAIN, DFLASH = "plain decoding", "DFLASH"
 MAX_TOKENS = 160
 MAX_CHAT_TOKENS = 300
 WARM_UP_TOKENS = 16
+# no question is asked after so many seconds, however slow the machine: the demo, with the start of
+# its servers, is to end within five minutes on two cores
+ANSWERS_S = 120
+# what a terminal has of the colours of benchmarks/picture_style.py
+SPEED_COLOURS = {PLAIN: "grey46", DFLASH: ACCEPTED}
 # a CPU computes a block's rows one after another: more of them cost more than they gain
 CPU_BLOCK = 6
 MERGED = "(some steps arrived as one chunk: of those only the last token is marked as the target's)"
@@ -68,6 +75,9 @@ class Pair:
         return TINY_QUESTIONS if self.is_tiny else QUESTIONS
 
     def serve(self, *, plain: bool = False) -> Server:
+        # here, not above: Ctrl-C ends the demo during a slow import, too
+        import torch
+
         if torch.cuda.is_available():
             # two servers share the GPU
             return GpuServer(self.target, self.drafter, plain=plain, env={"MEM_FRACTION": "0.4"})
@@ -89,30 +99,27 @@ class GpuServer(Server):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--chat", action="store_true", help="read questions from the terminal")
     parser.add_argument(
         "--tiny", action="store_true", help="use the embedded pair, which needs no download"
     )
     parser.add_argument("--model-path", help="a target of your own")
     parser.add_argument("--draft-model-path", help="its drafter")
-    pair = choose_pair(parser, options := parser.parse_args())
+    options = parser.parse_args()
+    pair = choose_pair(parser, options)
     tokenizer = read_tokenizer(pair)
-    dflash = pair.serve()
-    plain = None if options.chat else pair.serve(plain=True)
-    servers = [dflash] if plain is None else [plain, dflash]
-    try:
-        wait_with_clock(*servers)
-        if plain is None:
+    with ExitStack() as running:
+        dflash = pair.serve()
+        running.callback(dflash.stop)
+        if options.chat:
+            wait_with_clock(dflash)
             chat(dflash, tokenizer)
-        else:
-            demonstrate(plain, dflash, tokenizer, pair.questions)
-    except KeyboardInterrupt:
-        print("\nstopped")
-        sys.exit(130)
-    finally:
-        for server in servers:
-            server.stop()
+            return
+        plain = pair.serve(plain=True)
+        running.callback(plain.stop)
+        wait_with_clock(plain, dflash)
+        demonstrate(plain, dflash, tokenizer, pair.questions)
 
 
 def choose_pair(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Pair:
@@ -126,19 +133,31 @@ def choose_pair(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     if all(given):
         return Pair(*given)
     try:
-        if options.tiny:
-            return Pair(str(tiny_target()), str(tiny_drafter()), is_tiny=True)
-        # before the target, which may be a download
-        drafter = str(smollm2_drafter())
-        return Pair(str(smollm2_target()), drafter, CPU_BLOCK)
+        return tiny_pair() if options.tiny else smollm2_pair()
     except FileNotFoundError as error:
         sys.exit(f"demo: {error}")
+
+
+def tiny_pair() -> Pair:
+    return Pair(str(tiny_target()), str(tiny_drafter()), is_tiny=True)
+
+
+def smollm2_pair() -> Pair:
+    """Return the pair of SmolLM2, or say why it cannot be had and return the embedded one."""
+    # before the target, which may be a download
+    drafter = str(smollm2_drafter())
+    try:
+        return Pair(str(smollm2_target()), drafter, CPU_BLOCK)
     except RuntimeError as error:
-        sys.exit(f"demo: {error} `python launch/demo.py --tiny` needs no download.")
+        announced = "The embedded toy pair is shown instead of SmolLM2-135M-Instruct"
+        print(f"{announced}: {error}", flush=True)
+        return tiny_pair()
 
 
 def read_tokenizer(pair: Pair) -> Any:
     """Return the target's tokenizer; exit with a message if the pair is incomplete."""
+    from transformers import AutoTokenizer
+
     try:
         check_checkpoint(pair.target, role="target")
         check_checkpoint(pair.drafter, role="drafter")
@@ -148,11 +167,11 @@ def read_tokenizer(pair: Pair) -> Any:
 
 
 def demonstrate(plain: Server, dflash: Server, tokenizer: Any, questions: tuple[str, ...]) -> None:
-    """Answer each question with both servers, then show speed and acceptance."""
+    """Answer the questions with both servers, then show speed and acceptance."""
     console = Console(highlight=False)
     servers = {PLAIN: plain, DFLASH: dflash}
 
-    def pieces(told: Told, question: str, max_tokens: int) -> Iterator[Piece]:
+    def ask(question: str, told: Told, max_tokens: int = MAX_TOKENS) -> Iterator[Piece]:
         return stream_pieces(
             servers[told.name].url,
             tokenizer,
@@ -164,7 +183,7 @@ def demonstrate(plain: Server, dflash: Server, tokenizer: Any, questions: tuple[
 
     for name in servers:
         # the first request of a server is slower
-        list(pieces(Told(name), questions[0], WARM_UP_TOKENS))
+        list(ask(questions[0], Told(name), WARM_UP_TOKENS))
     marked = f"[{ACCEPTED}]green[/]" if console.is_terminal else "in ⟦ ⟧"
     console.print(
         f"Both answer each question, one after the other: on this machine they would slow each "
@@ -172,16 +191,32 @@ def demonstrate(plain: Server, dflash: Server, tokenizer: Any, questions: tuple[
         soft_wrap=not console.is_terminal,
     )
     before = dflash.acceptance()
-    told: dict[str, list[Told]] = {PLAIN: [], DFLASH: []}
-    for question in questions:
-        console.print(f"\n> {question}", style="bold", markup=False)
-        both = Told(PLAIN), Told(DFLASH)
-        tell_both(console, *both, ask=partial(pieces, question=question, max_tokens=MAX_TOKENS))
-        for one in both:
-            told[one.name].append(one)
+    told = tell_all(console, questions, ask=ask)
     if not all(one.answer.is_split_exactly for one in told[DFLASH]):
         console.print(f"\n{MERGED}")
     report(console, told, before, dflash.acceptance())
+
+
+def tell_all(
+    console: Console, questions: tuple[str, ...], *, ask: Callable[[str, Told], Iterator[Piece]]
+) -> dict[str, list[Told]]:
+    """Show how both systems answer the questions, until ANSWERS_S have passed, but at least the
+    first one. Return the answers: as many of one system as of the other."""
+    told: dict[str, list[Told]] = {PLAIN: [], DFLASH: []}
+    began = time.monotonic()
+    for asked, question in enumerate(questions):
+        if asked and time.monotonic() - began >= ANSWERS_S:
+            console.print(
+                f"\n{asked} of {len(questions)} questions answered: no more are asked after "
+                f"{ANSWERS_S} s."
+            )
+            break
+        console.print(f"\n> {question}", style="bold", markup=False)
+        both = Told(PLAIN), Told(DFLASH)
+        tell_both(console, *both, ask=partial(ask, question))
+        for one in both:
+            told[one.name].append(one)
+    return told
 
 
 def chat(dflash: Server, tokenizer: Any) -> None:
@@ -252,7 +287,7 @@ def report(
     texts = {name: f"{rate:.1f} tokens/s" for name, rate in rates.items()}
     texts[DFLASH] += f", {ratio:.2f}x"
     console.print("\nspeed, one request at a time, on this machine, in this run:", style="bold")
-    console.print(bars(rates, room=console.width, texts=texts))
+    console.print(bars(rates, room=console.width, texts=texts, styles=SPEED_COLOURS))
     pairs = list(zip(told[PLAIN], told[DFLASH], strict=True))
     equal = sum(one.answer.token_ids == other.answer.token_ids for one, other in pairs)
     console.print(f"{equal} of {len(pairs)} answers are equal, token for token")
@@ -269,8 +304,9 @@ def report(
     most = max(k for k, count in enumerate(counts, start=1) if count)
     shown = {f"{k:2d}": count / steps for k, count in enumerate(counts[:most], start=1)}
     shares = {name: f"{share:.0%}" for name, share in shown.items()}
-    console.print(bars(shown, room=console.width, texts=shares, style=ACCEPTED))
+    styles = dict.fromkeys(shown, ACCEPTED)
+    console.print(bars(shown, room=console.width, texts=shares, styles=styles))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(end_on_interrupt("demo", main))

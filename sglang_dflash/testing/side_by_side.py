@@ -137,9 +137,11 @@ class _Screen:
         return Text("\n").join(list(text.wrap(self.console, width))[-lines:])
 
 
-def bars(values: dict[str, float], *, room: int, texts: dict[str, str], style: str = "") -> Table:
-    """Return a bar for each value, from zero, with its text behind, in lines of `room` characters:
-    where that is little, bars are short, and names and texts whole."""
+def bars(
+    values: dict[str, float], *, room: int, texts: dict[str, str], styles: dict[str, str]
+) -> Table:
+    """Return a bar for each value, from zero, in its style, with its text behind, in lines of
+    `room` characters: where that is little, bars are short, and names and texts whole."""
     table = Table.grid(padding=(0, 1))
     for _ in range(3):
         table.add_column(no_wrap=True)
@@ -149,7 +151,8 @@ def bars(values: dict[str, float], *, room: int, texts: dict[str, str], style: s
     beside = max(map(len, names.values()), default=0) + max(map(len, texts.values()), default=0) + 3
     width = max(1, min(BAR_WIDTH, room - beside))
     for name, value in values.items():
-        table.add_row(names[name], Text(bar(value / longest, width), style=style), texts[name])
+        drawn = Text(bar(value / longest, width), style=styles[name])
+        table.add_row(names[name], drawn, texts[name])
     return table
 
 

@@ -82,9 +82,12 @@ def test_the_demo_shows_both_answers_then_speed_and_acceptance(
     tokenizer: PreTrainedTokenizerBase,
     questions: list[str],
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    demo.demonstrate(plain, dflash, tokenizer, tuple(questions[:1]))
+    monkeypatch.setattr(demo, "ANSWERS_S", 0)
+    demo.demonstrate(plain, dflash, tokenizer, tuple(questions[:2]))
     out = capsys.readouterr().out
+    assert "\n1 of 2 questions answered: no more are asked after 0 s.\n" in out
     own, drafted = (
         out.split(f"{name}:\n")[1].split("\n(")[0] for name in ("plain decoding", "DFLASH")
     )

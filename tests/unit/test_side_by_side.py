@@ -1,4 +1,4 @@
-"""The demo's two columns: what is shown of two answers that arrive one after the other."""
+"""What the demo shows of two answers that arrive one after the other, and of their speed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from rich.color import Color, ColorSystem
 from rich.console import Console
 
+from benchmarks.picture_style import COLOURS
+from launch import demo
 from sglang_dflash.testing.side_by_side import Told, bar, bars, tell_both
 from sglang_dflash.testing.stream import Piece
 
@@ -95,9 +98,40 @@ def test_bars_are_proportional_to_their_values() -> None:
 def test_names_and_texts_of_bars_stay_whole_in_a_narrow_terminal(room: int, longest: int) -> None:
     texts = {"plain decoding": "9.5 tokens/s", "DFLASH": "19.0 tokens/s, 2.0x"}
     console = Console(width=max(room, 40), file=io.StringIO())
-    console.print(bars({"plain decoding": 9.5, "DFLASH": 19.0}, room=room, texts=texts))
+    values = {"plain decoding": 9.5, "DFLASH": 19.0}
+    console.print(bars(values, room=room, texts=texts, styles=dict.fromkeys(values, "")))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == 2
     for line, (name, text) in zip(lines, texts.items(), strict=True):
         assert line.startswith(f"  {name} ") and text in line
     assert lines[1].count("█") == longest
+
+
+def reported(terminal: bool, **environ: str) -> str:
+    """Return the demo's bars for DFLASH at twice the speed of plain decoding."""
+    out = io.StringIO()
+    console = Console(
+        file=out, force_terminal=terminal, width=100, _environ={"TERM": "xterm-256color", **environ}
+    )
+    told = {demo.PLAIN: Told(demo.PLAIN, seconds=2.0), demo.DFLASH: Told(demo.DFLASH, seconds=1.0)}
+    for one in told.values():
+        one.answer.token_ids = [1, 2, 3, 4]
+    histograms = [{"histogram": [0, 0]}, {"histogram": [1, 1]}]
+    demo.report(console, {name: [one] for name, one in told.items()}, *histograms)
+    return out.getvalue()
+
+
+def test_speeds_have_the_colours_that_the_systems_have_in_pictures() -> None:
+    grey = Color.parse(COLOURS["plain"]).downgrade(ColorSystem.EIGHT_BIT).get_ansi_codes()
+    screen = reported(terminal=True)
+    assert re.search(rf"plain decoding \033\[{';'.join(grey)}m█{{20}} *\033\[0m ", screen)
+    assert re.search(r"DFLASH +\033\[32m█{40}\033\[0m ", screen)
+
+
+@pytest.mark.parametrize(
+    ("terminal", "environ"), [(False, {}), (True, {"NO_COLOR": "1"})], ids=["piped", "NO_COLOR"]
+)
+def test_bars_have_colours_only_where_they_are_wanted(
+    terminal: bool, environ: dict[str, str]
+) -> None:
+    assert f"plain decoding {'█' * 20} " in reported(terminal, **environ)
