@@ -2,7 +2,7 @@
 # make chat   the same, with your own questions
 # make test   install and run the tests that this machine can run, but for the longest, and some of
 #             them on the oldest SGLang that is served
-# make test-long   the tests that make test leaves out: storms, and the smoke test on two CPU ranks
+# make test-long   the tests that make test leaves out: those marked long
 # make smoke  serve every recipe family on this machine's GPU: start-up, exactness, step time
 # make release   the wheel, and the pairs' weights as a file of their own, into dist/
 # the newest and the oldest release of SGLang that are served (sglang_dflash/glue/release.py)
@@ -78,7 +78,7 @@ test-long: venv
 venv-oldest:
 	@$(MAKE) --no-print-directory venv SGLANG=$(OLDEST) VENV=$(OLDEST_VENV)
 
-# needs a PYTHON with SGLang and a GPU, at most 8 minutes; SMOKE="--families gemma4" runs a subset
+# needs a PYTHON with SGLang and a GPU, 8 to 12 minutes; SMOKE="--families gemma4" runs a subset
 smoke:
 	@$(PYTHON) -m tests.smoke.run $(SMOKE)
 
