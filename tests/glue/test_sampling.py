@@ -20,6 +20,13 @@ from sglang_dflash.glue.sampling.refusals import refuse_request
 VOCAB, END = 40, 7
 
 
+class Req(SimpleNamespace):
+    """A request, equal to itself only, as SGLang's is."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
 def make_req(row: int, *, prompt: int = 5, output: tuple[int, ...] = (), **params: Any) -> Any:
     defaults = {
         "frequency_penalty": 0.0,
@@ -28,7 +35,7 @@ def make_req(row: int, *, prompt: int = 5, output: tuple[int, ...] = (), **param
         "min_new_tokens": 0,
         "stop_token_ids": None,
     }
-    return SimpleNamespace(
+    return Req(
         req_pool_idx=row,
         kv=SimpleNamespace(req_pool_idx=row),
         eos_token_ids={11},
@@ -129,6 +136,30 @@ def test_a_retracted_request_brings_its_answer_along_and_a_new_one_starts_clean(
         table.apply(logits, [req], block, lens)
         counts = torch.bincount(torch.tensor(expected[name]), minlength=VOCAB).float()
         torch.testing.assert_close(logits[0, 0], -counts)
+
+
+def held_bytes(table: PenaltyTable) -> int:
+    """Return the memory that a table's sums keep alive."""
+    storages = {
+        sums.untyped_storage().data_ptr(): sums.untyped_storage().nbytes()
+        for part in table._sums.values()
+        for sums in vars(part).values()
+    }
+    return sum(storages.values())
+
+
+def test_ended_requests_leave_no_sums_behind() -> None:
+    """Views of a step's sums once kept those of its whole batch: 14 GiB after 128 requests with
+    151,936 tokens had ended one by one."""
+    table = PenaltyTable(VOCAB, "cpu")
+    reqs = [make_req(row, frequency_penalty=0.5) for row in range(8)]
+    table.start(reqs)
+    one = held_bytes(table) // len(reqs)
+    while reqs:
+        table.commit(reqs, torch.ones(len(reqs), 2, dtype=torch.int64), torch.ones(len(reqs)))
+        assert held_bytes(table) == one * len(reqs)
+        reqs.pop()
+    assert held_bytes(table) == 0
 
 
 class Letters:

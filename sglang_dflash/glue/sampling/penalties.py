@@ -1,9 +1,9 @@
 """Penalties and `min_new_tokens` for each row of a block.
 
 SGLang's penalisers advance by one token per step, and not at all under speculation. Here each
-penalised request has its penalty sums on the device, keyed by its row in the slot table. A verify
-row sees them as if the drafts before it had been generated; a commit adds the committed tokens.
-Nothing is read on the host, so overlap scheduling changes nothing.
+penalised request has its penalty sums on the device, in memory of its own that goes with it. A
+verify row sees them as if the drafts before it had been generated; a commit adds the committed
+tokens. Nothing is read on the host, so overlap scheduling changes nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -51,11 +52,12 @@ class PenaltyState:
             torch.cat([part.repetition for part in parts]),
         )
 
-    def split(self) -> list[PenaltyState]:
-        rows = zip(
-            self.frequency.split(1), self.presence.split(1), self.repetition.split(1), strict=True
-        )
-        return [PenaltyState(*row) for row in rows]
+    def store(self, parts: Sequence[PenaltyState]) -> None:
+        """Copy the sums of each request back into its own. Views of these would keep the sums of
+        all requests in memory for as long as one of them runs."""
+        for name in ("frequency", "presence", "repetition"):
+            own = [getattr(part, name) for part in parts]
+            torch._foreach_copy_(own, getattr(self, name).split(1))
 
     def add(self, tokens: Tensor, rates: PenaltyParams, is_committed: Tensor | None = None) -> None:
         """Add one token per request; `is_committed` [p] is False for requests to skip."""
@@ -98,12 +100,12 @@ class PenaltyParams:
 
 
 class PenaltyTable:
-    """The penalty sums of every running penalised request."""
+    """The penalty sums of every penalised request, for as long as SGLang keeps the request."""
 
     def __init__(self, vocab_size: int, device: Any) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._sums: dict[int, PenaltyState] = {}
+        self._sums: WeakKeyDictionary[Any, PenaltyState] = WeakKeyDictionary()
 
     def start(self, reqs: Sequence[Any], first_tokens: Tensor | None = None) -> None:
         """Initialise the sums after prefill; a retracted request already has output tokens.
@@ -111,8 +113,6 @@ class PenaltyTable:
         `first_tokens` are those that the prefill has just sampled, if the requests lack them still.
         """
         for i, req in enumerate(reqs):
-            # the row may have belonged to another request
-            self._sums.pop(seams.row_of(req), None)
             if not is_penalised(req):
                 continue
             sums = PenaltyState.zero(1, self._vocab_size, self._device)
@@ -121,7 +121,7 @@ class PenaltyTable:
                 sums.add(torch.tensor([token], device=self._device), rates)
             if first_tokens is not None:
                 sums.add(first_tokens[i : i + 1].long(), rates)
-            self._sums[seams.row_of(req)] = sums
+            self._sums[req] = sums
 
     def apply(
         self,
@@ -134,15 +134,17 @@ class PenaltyTable:
         chosen, at, sums, rates = self._select(reqs)
         if not chosen:
             return
-        stops = _stop_penalties(chosen, self._vocab_size, self._device)
+        stops = self._stop_penalties(chosen)
         generated = lens[at][:, None] - rates.prompt_lens + 1
         for row in range(token_ids.shape[1]):
             if row > 0:
                 sums.add(token_ids[at, row], rates)
             values = logits[at, row]
-            early = generated + row < rates.min_new_tokens
-            added = torch.where(early, stops, 0.0) - sums.frequency - sums.presence
-            values = values + added
+            added = -sums.frequency
+            if stops is not None:
+                early = generated + row < rates.min_new_tokens
+                added = torch.where(early, stops, 0.0) - sums.frequency
+            values = values + (added - sums.presence)
             scaled = torch.where(values < 0, values * sums.repetition, values / sums.repetition)
             logits[at, row] = scaled
 
@@ -153,8 +155,7 @@ class PenaltyTable:
             return
         for column in range(token_ids.shape[1]):
             sums.add(token_ids[at, column], rates, is_committed=column < commit_lens[at])
-        for req, part in zip(chosen, sums.split(), strict=True):
-            self._sums[seams.row_of(req)] = part
+        sums.store([self._sums[req] for req in chosen])
 
     def _select(self, reqs: Sequence[Any]) -> tuple[list[Any], Any, Any, Any]:
         """Return the penalised requests, their rows in the batch, their sums and rates."""
@@ -163,21 +164,31 @@ class PenaltyTable:
             return [], None, None, None
         chosen = [reqs[i] for i in which]
         at = torch.tensor(which).to(self._device, non_blocking=True)
-        sums = PenaltyState.stack([self._sums[seams.row_of(req)] for req in chosen])
+        sums = PenaltyState.stack([self._sums[req] for req in chosen])
         return chosen, at, sums, PenaltyParams.of(chosen, self._device)
 
+    def _stop_penalties(self, reqs: Sequence[Any]) -> Tensor | None:
+        """Return -inf at the stop tokens of requests with `min_new_tokens`, 0 elsewhere, [p, V];
+        None if no request has them."""
+        places = [
+            (i, token)
+            for i, req in enumerate(reqs)
+            if req.sampling_params.min_new_tokens > 0
+            for token in _stop_tokens(req)
+            if token < self._vocab_size
+        ]
+        if not places:
+            return None
+        found = torch.zeros(len(reqs), self._vocab_size, device=self._device)
+        rows, tokens = torch.tensor(places).t().to(self._device, non_blocking=True)
+        return found.index_put_((rows, tokens), torch.full((), -torch.inf, device=self._device))
 
-def _stop_penalties(reqs: Sequence[Any], vocab_size: int, device: Any) -> Tensor:
-    """Return -inf at each request's stop tokens, 0 elsewhere; [p, V]."""
-    found = torch.zeros(len(reqs), vocab_size)
-    for i, req in enumerate(reqs):
-        if req.sampling_params.min_new_tokens <= 0:
-            continue
-        tokenizer = req.tokenizer
-        ends = set(req.sampling_params.stop_token_ids or ())
-        ends |= set(tokenizer.additional_stop_token_ids or ())
-        ends |= seams.also_ends(req)
-        if tokenizer.eos_token_id is not None:
-            ends.add(tokenizer.eos_token_id)
-        found[i, [token for token in ends if token < vocab_size]] = float("-inf")
-    return found.to(device, non_blocking=True)
+
+def _stop_tokens(req: Any) -> set[int]:
+    tokenizer = req.tokenizer
+    ends = set(req.sampling_params.stop_token_ids or ())
+    ends |= set(tokenizer.additional_stop_token_ids or ())
+    ends |= seams.also_ends(req)
+    if tokenizer.eos_token_id is not None:
+        ends.add(tokenizer.eos_token_id)
+    return ends
