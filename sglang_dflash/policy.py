@@ -64,4 +64,5 @@ class DraftPolicy:
 
 
 def _bins(temperatures: Tensor) -> Tensor:
-    return (temperatures * 8).long().clamp_(max=TEMPERATURE_BINS - 1)
+    # clamped first: a huge temperature would overflow to a negative bin
+    return (temperatures * 8).clamp(max=TEMPERATURE_BINS - 1).long()

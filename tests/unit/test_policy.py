@@ -96,3 +96,10 @@ def test_a_new_request_begins_as_others_of_its_temperature() -> None:
     # 0.26 and 0.3 share a bin of width 1/8; 2 and above share one, where nothing was learnt
     policy.start(new, torch.tensor([0.26, 7.0]))
     assert select(policy, new).is_sampled.tolist() == [False, True]
+
+
+def test_a_temperature_without_bounds_falls_into_the_last_bin() -> None:
+    """On a CPU it once overflowed to a negative bin, and one request ended the server."""
+    policy = DraftPolicy(3, "cpu")
+    policy.start(ROWS, torch.tensor([1e20, torch.inf]))
+    assert select(policy, ROWS).is_sampled.tolist() == [True, True]
