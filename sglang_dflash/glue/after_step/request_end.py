@@ -48,7 +48,8 @@ def finish_and_meter(original: Any, req: Any, new_accepted_len: int = 1) -> None
         if req.finished() and req.finished_len is not None:
             committed = max(1, min(committed, req.finished_len - before))
         _uncount_after_stop(req, num_correct, min(num_correct, committed))
-        for book in _meters:
+        # a grammar that rejects a step's first token ends the request, which then keeps nothing
+        for book in _meters if new_accepted_len else ():
             width = book.width_of(req.rid)
             REQ.write(req, spec_num_cap_tokens=req.spec_num_cap_tokens + width)
             context = len(req.origin_input_ids) + len(req.output_ids)
