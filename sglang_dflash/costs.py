@@ -91,7 +91,7 @@ class GraphCosts:
         return ms
 
     def is_paced_by_host(self, requests: int) -> bool:
-        """Return whether steps that draft lately took as long as the host needed for them."""
+        """Return whether the host has lately set the pace of steps that draft."""
         return any(self._host.ms(kind, requests) > 0 for kind in (Kind.UNIFORM, Kind.SHARED))
 
     def rows_without_drafts(self, requests: int) -> int:

@@ -3,7 +3,7 @@
 With a small target the device finishes a step before the host has prepared the next one. Rows, and
 even a draft pass, then cost nothing, as long as the host has no more to do: its time depends on the
 kind of a step and on the number of requests. It is learnt from the steps after which the device
-stood idle.
+stood idle; a busy device shows only that the host takes no longer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from enum import IntEnum
 # the host sets the pace of a step if the device stands idle for this share of it: between two steps
 # a busy device also runs what SGLang launches there
 IDLE_SHARE = 0.05
-# steps that the time is the median of, and after how many others it is forgotten
-RECENT_STEPS, KEPT_STEPS = 8, 2048
+# steps that the time is the median of, how many make it known, and after how many others it is
+# forgotten: a single step may have been slow by accident, or wait for one of another kind
+RECENT_STEPS, ENOUGH_STEPS, KEPT_STEPS = 8, 3, 2048
 
 
 class Kind(IntEnum):
@@ -44,15 +45,15 @@ class HostTimes:
         """Learn from a step, and how long the device then waited for the next one; None if that did
         not follow at once. Return whether the host has set its pace."""
         self._steps += 1
+        known = self._known.get((kind, requests.bit_length()))
         if idle_ms is None:
-            return self.ms(kind, requests) > 0
-        place = kind, requests.bit_length()
-        is_paced = idle_ms > IDLE_SHARE * (device_ms + idle_ms)
-        if is_paced or place in self._known:
-            known = self._known.setdefault(place, _Known())
-            known.recent.append(device_ms + idle_ms if is_paced else 0.0)
-            known.ms = sorted(known.recent)[len(known.recent) // 2]
-            known.step = self._steps
+            return known is not None and known.is_paced
+        took_ms = device_ms + idle_ms
+        is_paced = idle_ms > IDLE_SHARE * took_ms
+        if known is None and is_paced:
+            known = self._known[kind, requests.bit_length()] = _Known()
+        if known is not None:
+            known.add(took_ms, is_paced=is_paced, step=self._steps)
         return is_paced
 
     def ms(self, kind: Kind, requests: int) -> float:
@@ -81,7 +82,15 @@ class HostTimes:
 class _Known:
     """Of one kind of step, at one load."""
 
-    # 0 for a step whose pace the device has set
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    ms: float = 0.0  # their median
-    step: int = 0  # when it was learnt
+    ms: float = 0.0  # their median, if there are enough
+    step: int = 0  # when it was last seen to be so
+    is_paced: bool = False  # whether the host has set the pace of the last one
+
+    def add(self, took_ms: float, *, is_paced: bool, step: int) -> None:
+        if is_paced or took_ms < self.ms:
+            self.step = step
+        self.recent.append(took_ms if is_paced else min(self.ms, took_ms))
+        if len(self.recent) >= ENOUGH_STEPS:
+            self.ms = sorted(self.recent)[len(self.recent) // 2]
+        self.is_paced = is_paced

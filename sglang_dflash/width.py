@@ -238,16 +238,18 @@ class WidthPolicy:
         self, requests: int, context: int, ms: list[float]
     ) -> tuple[list[Choice], list[float], list[float]]:
         """Return no drafting and all steps that share rows out, with their tokens and ms, given the
-        ms of each width. Where the host sets the pace, also full blocks, if a graph holds them:
-        they take it less time than as many rows that are shared out."""
+        ms of each width. Where the host sets the pace, also equal widths, as far as a graph holds
+        them: they take it less time than as many rows that are shared out."""
         rows, widths, extra = self.costs.shared(requests)
         choices = [self._widths[0], *map(Choice, widths, rows)]
+        tokens = [1.0, *self._shared_tokens(extra, widths).tolist()]
         found = [ms[0], *self.costs.shared_ms(requests, context).tolist()]
-        if self.costs.is_paced_by_host(requests) and math.isfinite(ms[-1]):
-            choices.append(self._widths[-1])
-            found.append(ms[-1])
-            widths, extra = [*widths, self._block_size], np.append(extra, self._block_size - 1.0)
-        return choices, [1.0, *self._shared_tokens(extra, widths).tolist()], found
+        if self.costs.is_paced_by_host(requests):
+            equal = slice(1, sum(map(math.isfinite, ms)))
+            choices += self._widths[equal]
+            tokens += self.acceptance.tokens()[equal]
+            found += ms[equal]
+        return choices, tokens, found
 
     def _shared_tokens(self, extra: Floats, widths: Sequence[int]) -> Floats:
         """Return the tokens by the mean of extra rows and the most rows of a request."""
@@ -275,10 +277,8 @@ class WidthPolicy:
 
     def _nearest(self, choices: list[Choice], requests: int) -> int:
         """Return the place of the last choice, or of that with the nearest number of rows."""
-        if self._last.width == 1:
-            return 0
-        if self._last in (choices[-1], self._widths[-1]) and choices[-1].rows is None:
-            return len(choices) - 1
+        if self._last in choices:
+            return choices.index(self._last)
         rows = self._last.rows or self._last.width * requests
         far = [abs((other.rows or other.width * requests) - rows) for other in choices[1:]]
         return 1 + far.index(min(far))
