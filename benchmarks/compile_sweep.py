@@ -346,7 +346,8 @@ def ending_workers() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         for worker in multiprocessing.active_children():
-            worker.terminate()
+            # not by a signal that the worker handles: it would go on
+            worker.kill()
         raise
 
 

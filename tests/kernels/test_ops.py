@@ -214,15 +214,15 @@ def test_likely_tokens_that_share_a_lane_are_all_seen(
     from sglang_dflash.kernels.sampling import top_k
 
     monkeypatch.setattr(top_k, "BLOCK", 64)
-    monkeypatch.setattr(top_k, "CANDIDATES", 16)
+    monkeypatch.setattr(top_k, "CANDIDATES", 32)
     torch.manual_seed(0)
-    likely = 18
+    likely = 36
     logits = torch.randn(2, 64 * likely, device=DEVICE)
     logits[:, 5::64] = 50.0 + torch.randperm(likely, device=DEVICE) / 2
     logits = logits.to(dtype)
     filters = {
         "temperatures": torch.tensor([3.0, 5.0], device=DEVICE),
-        "top_ks": torch.tensor([10, 4], device=DEVICE),
+        "top_ks": torch.tensor([20, 4], device=DEVICE),
         "top_ps": torch.ones(2, device=DEVICE),
     }
     noise = make_noise(3.0, 5.0)
