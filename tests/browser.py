@@ -18,14 +18,26 @@ class Page(HTMLParser):
     def __init__(self, html: str) -> None:
         super().__init__()
         self.text = ""
+        self.rows: list[list[str]] = []  # of its tables, by cell
+        self._in_cell = False
         self._attributes: list[tuple[str, str | None]] = []
         self.feed(re.sub(r"<(script|style)>.*?</\1>", "", html, flags=re.S))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._attributes += attrs
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+            self._in_cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_cell &= tag not in ("td", "th")
 
     def handle_data(self, data: str) -> None:
         self.text += f" {data.strip()}"
+        if self._in_cell:
+            self.rows[-1][-1] += data.strip()
 
     def values(self, attribute: str) -> list[str | None]:
         """Return the values of an attribute in the order of the page."""
