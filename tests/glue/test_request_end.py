@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,18 +9,9 @@ import pytest
 from sglang_dflash.glue.after_step import request_end
 from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 from sglang_dflash.metrics import AcceptanceAlarm
+from tests.glue.test_sampling import Req
 
 BLOCK = 4
-
-
-class Req(SimpleNamespace):
-    """A request that ends with its first step, equal to itself only, as SGLang's is."""
-
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
-
-    def finished(self) -> bool:
-        return True
 
 
 @pytest.fixture
@@ -39,6 +29,7 @@ def test_a_step_that_a_grammar_rejected_whole_is_not_metered(
     """It once counted as a full block, which raised the accept length."""
     req: Any = Req(
         rid="a",
+        finished=lambda: True,
         output_ids=[5] * kept,
         origin_input_ids=[1],
         spec_verify_ct=1,

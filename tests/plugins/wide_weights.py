@@ -65,10 +65,7 @@ def draw_weights(model: Any) -> None:
 
 def draw(tensor: Any, name: str) -> None:
     """Fill a tensor that no rank has cut yet."""
-    import torch
-
-    generator = torch.Generator(device=tensor.device)
-    generator.manual_seed(zlib.crc32(name.encode()))
+    generator = generator_of(tensor, name)
     if tensor.ndim < 2:
         # norms and scales; acceptable for a bias, too
         tensor.uniform_(0.5, 1.5, generator=generator)
@@ -82,10 +79,15 @@ def draw_words(tensor: Any, name: str) -> None:
     """Fill packed integers with random bits."""
     import torch
 
-    generator = torch.Generator(device=tensor.device)
-    generator.manual_seed(zlib.crc32(name.encode()))
     limits = torch.iinfo(tensor.dtype)
-    tensor.random_(limits.min, limits.max, generator=generator)
+    tensor.random_(limits.min, limits.max, generator=generator_of(tensor, name))
+
+
+def generator_of(tensor: Any, name: str) -> Any:
+    """Return a generator of the same numbers for a name in every process."""
+    import torch
+
+    return torch.Generator(device=tensor.device).manual_seed(zlib.crc32(name.encode()))
 
 
 def shards(module: Any, name: str, tensor: Any) -> tuple[int, list[tuple[int, int]]]:
