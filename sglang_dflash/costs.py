@@ -76,8 +76,7 @@ class GraphCosts:
         self._fastest = self._verify[0][1]
         self._xx, self._xy = TIMING_WEIGHT * (TELLING_CONTEXT / self._fastest) ** 2, 0.0
         self._accidents = _Accidents()
-        self._host = HostTimes()
-        self._overlaps = overlaps
+        self._host = HostTimes(overlaps=overlaps)
         self.ms_per_token = 0.0
 
     def step_ms(self, requests: int, context: int) -> Floats:
@@ -86,12 +85,12 @@ class GraphCosts:
         `context` counts the tokens of the whole batch.
         """
         ms = self._corrected(*self._timings(requests), context)
-        ms[0] = max(ms[0], self._host.ms(Kind.PLAIN, requests))
-        ms[1:] = np.maximum(ms[1:], self._host.ms(Kind.UNIFORM, requests))
+        ms[:1] = self._host.step_ms(Kind.PLAIN, requests, ms[:1])
+        ms[1:] = self._host.step_ms(Kind.UNIFORM, requests, ms[1:])
         return ms
 
-    def is_paced_by_host(self, requests: int) -> bool:
-        """Return whether the host has lately set the pace of steps that draft."""
+    def waits_for_host(self, requests: int) -> bool:
+        """Return whether the device has lately waited for the host in steps that draft."""
         return any(self._host.ms(kind, requests) > 0 for kind in (Kind.UNIFORM, Kind.SHARED))
 
     def rows_without_drafts(self, requests: int) -> int:
@@ -106,7 +105,7 @@ class GraphCosts:
         """Return the ms of each step that `shared` lists."""
         _, timed, graphs = self._shared_timings(requests)
         ms = self._corrected(timed, graphs, context)
-        return np.maximum(ms, self._host.ms(Kind.SHARED, requests), out=ms)
+        return self._host.step_ms(Kind.SHARED, requests, ms)
 
     def record(
         self,
@@ -118,9 +117,9 @@ class GraphCosts:
         idle_ms: float | None = None,
     ) -> None:
         """Learn from a step's measured device time; `rows`: as many were shared out. `idle_ms`:
-        how long the device then waited for the next step, if that followed at once."""
-        if self._overlaps and self._host.record(Kind.of(width, rows), requests, ms, idle_ms):
-            # the device has waited within the step, too
+        how long the device waited in the step and until the next one, if that followed at once."""
+        if self._host.record(Kind.of(width, rows), requests, ms, idle_ms):
+            # not all of the device's waits are known
             return
         if rows is None:
             timings, graphs = self._timings(requests)
@@ -283,7 +282,7 @@ class LearntCosts:
         """Return the ms of each step that `shared` lists."""
         return self.step_ms(requests, context)[1:]
 
-    def is_paced_by_host(self, requests: int) -> bool:
+    def waits_for_host(self, requests: int) -> bool:
         """Host and device are one: what a step costs includes both."""
         return False
 

@@ -2,8 +2,11 @@
 
 With a small target the device finishes a step before the host has prepared the next one. Rows, and
 even a draft pass, then cost nothing, as long as the host has no more to do: its time depends on the
-kind of a step and on the number of requests. It is learnt from the steps after which the device
-stood idle; a busy device shows only that the host takes no longer.
+kind of a step and on the number of requests. It is learnt from the steps in which or after which
+the device stood idle; a busy device shows only that the host takes no longer.
+
+Without overlap scheduling the host prepares a step while the device stands still. What it takes is
+then no lower bound but added to the device's time.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
 
 # the host sets the pace of a step if the device stands idle for this share of it: between two steps
 # a busy device also runs what SGLang launches there
@@ -37,27 +43,40 @@ class Kind(IntEnum):
 class HostTimes:
     """The host's time for a step by its kind, learnt separately for each doubling of requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, overlaps: bool = True) -> None:
+        """`overlaps`: the host prepares a step while the device runs another."""
+        self._overlaps = overlaps
         self._known: dict[tuple[Kind, int], _Known] = {}
         self._steps = 0
 
     def record(self, kind: Kind, requests: int, device_ms: float, idle_ms: float | None) -> bool:
-        """Learn from a step, and how long the device then waited for the next one; None if that did
-        not follow at once. Return whether the host has set its pace."""
+        """Learn from a step, in which the device worked so long, and waited so long until the next
+        one; None if another kind of pass came first. Return whether the host has set its pace."""
         self._steps += 1
         known = self._known.get((kind, requests.bit_length()))
         if idle_ms is None:
             return known is not None and known.is_paced
         took_ms = device_ms + idle_ms
-        is_paced = idle_ms > IDLE_SHARE * took_ms
-        if known is None and is_paced:
+        is_paced = self._overlaps and idle_ms > IDLE_SHARE * took_ms
+        is_exact = is_paced or not self._overlaps
+        if known is None and is_exact:
             known = self._known[kind, requests.bit_length()] = _Known()
         if known is not None:
-            known.add(took_ms, is_paced=is_paced, step=self._steps)
+            ms = took_ms if self._overlaps else idle_ms
+            known.add(ms, is_paced=is_paced, is_exact=is_exact, step=self._steps)
         return is_paced
 
+    def step_ms(
+        self, kind: Kind, requests: int, device_ms: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Return what steps take that take the device so long."""
+        host_ms = self.ms(kind, requests)
+        if not host_ms:
+            return device_ms
+        return np.maximum(device_ms, host_ms) if self._overlaps else device_ms + host_ms
+
     def ms(self, kind: Kind, requests: int) -> float:
-        """Return what a step takes at least; 0 if nothing is known."""
+        """Return the host's time for a step; 0 if nothing is known."""
         place = kind, requests.bit_length()
         known = self._known.get(place)
         if known is None:
@@ -87,10 +106,11 @@ class _Known:
     step: int = 0  # when it was last seen to be so
     is_paced: bool = False  # whether the host has set the pace of the last one
 
-    def add(self, took_ms: float, *, is_paced: bool, step: int) -> None:
-        if is_paced or took_ms < self.ms:
+    def add(self, ms: float, *, is_paced: bool, is_exact: bool, step: int) -> None:
+        """Add a step's time; unless it is exact, the host has taken no longer than that."""
+        if is_exact or ms < self.ms:
             self.step = step
-        self.recent.append(took_ms if is_paced else min(self.ms, took_ms))
+        self.recent.append(ms if is_exact else min(self.ms, ms))
         if len(self.recent) >= ENOUGH_STEPS:
             self.ms = sorted(self.recent)[len(self.recent) // 2]
         self.is_paced = is_paced

@@ -53,8 +53,8 @@ TIE = 1.005
 # where steps without drafts promise nearly as much, so many of them are timed, once for each graph:
 # what they cost must not be inferred from steps that draft
 NEARLY, TIMED_STEPS = 0.85, 8
-# where the host sets the pace, which changes slowly, a choice is kept for so many steps: making it
-# takes time of the host's
+# where the device waits for the host, whose time changes slowly, a choice is kept for so many
+# steps: making it takes time of the host's
 HELD_STEPS = 8
 # seconds between probes, and the share of time that they may cost
 FIRST_INTERVAL, LAST_INTERVAL, PROBE_SHARE = 1.0, 10.0, 0.01
@@ -157,7 +157,7 @@ class WidthPolicy:
             self._interval = min(2 * self._interval, LAST_INTERVAL)
             self._next_probe = max(now + self._interval, self._next_allowed)
             return choices[probed]
-        if self.costs.is_paced_by_host(requests):
+        if self.costs.waits_for_host(requests):
             self._held, self._held_for = HELD_STEPS, (requests, may_share)
         return choices[place]
 
@@ -244,7 +244,7 @@ class WidthPolicy:
         choices = [self._widths[0], *map(Choice, widths, rows)]
         tokens = [1.0, *self._shared_tokens(extra, widths).tolist()]
         found = [ms[0], *self.costs.shared_ms(requests, context).tolist()]
-        if self.costs.is_paced_by_host(requests):
+        if self.costs.waits_for_host(requests):
             equal = slice(1, sum(map(math.isfinite, ms)))
             choices += self._widths[equal]
             tokens += self.acceptance.tokens()[equal]

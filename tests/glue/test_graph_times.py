@@ -156,3 +156,14 @@ def test_the_head_is_timed_at_several_numbers_of_drafts(clock: list[float]) -> N
     found = graph_times.time_head(runtime)
     assert found == {drafts: drafts / 10 for drafts in graph_times.HEAD_DRAFTS}
     assert asked == [((n, 24), (1, n), (1,)) for n in graph_times.HEAD_DRAFTS]
+
+
+def test_the_clock_is_told_of_each_launch_before_it() -> None:
+    order: list[Any] = []
+    runner, clock = Runner(), SimpleNamespace(launches_graph=lambda: order.append("told"))
+    runner.replayed = order
+    graph_times.tell_of_launches(runner, clock)  # type: ignore[arg-type]
+    assert runner.replay(("graph", 16), None) == pytest.approx(2.6)
+    runner.replay(("graph", 32), None)
+    assert order == ["told", ("graph", 16), "told", ("graph", 32)]
+    graph_times.tell_of_launches(None, clock)  # type: ignore[arg-type]  # without graphs

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.confidence import Calibration
+from sglang_dflash.glue.after_step.stage_clock import StepTime
 from sglang_dflash.glue.step.width_choice import WidthChoice
 from sglang_dflash.types import Commit
 from sglang_dflash.width import Choice
@@ -53,15 +54,15 @@ def test_late_results_and_times_belong_to_the_oldest_step() -> None:
     assert choice.has_result([3, 15]) == (16, 16.5)
     assert choice.start(["b"], 70) == (4, None)
     assert choice.has_result([0, 0]) == (1, 1.5)
-    choice.has_time(0.020, 0.001)
-    choice.has_time(0.005, 0.002)
+    choice.has_time(StepTime(0.020, 0.0, 0.001))
+    choice.has_time(StepTime(0.005, 0.001, 0.002))
     assert choice.has_result([2]) == (4, 4.5)
-    choice.has_time(0.010, 0.003)
+    choice.has_time(StepTime(0.010, 0.0, 0.003))
     assert told == [
         ("result", 16, [3, 15]),
         ("result", 1, [0, 0]),
         ("time", 2, Choice(16), 100, 20.0, 1.0),
-        ("time", 2, Choice(1), 120, 5.0, 2.0),
+        ("time", 2, Choice(1), 120, 4.0, 3.0),
         ("result", 4, [2]),
         ("time", 1, Choice(4), 70, 10.0, 3.0),
     ]
@@ -76,7 +77,7 @@ def test_a_wait_counts_only_if_the_next_step_follows_at_once() -> None:
                 choice.prefilled()
         choice.start(["a"], 0)
         if step:
-            choice.has_time(0.010, 0.001)
+            choice.has_time(StepTime(0.010, 0.0, 0.001))
     waits = [each[-1] for each in told if each[0] == "time"]
     assert waits == [1.0, None, None, 1.0]
 

@@ -226,6 +226,7 @@ ALSO_USED = {
 OTHERS = {
     "after_step/stage_clock.py:begin": "a CUDA event, or a time on the host",
     "after_step/stage_clock.py:end": "the same",
+    "after_step/stage_clock.py:moment": "the same",
     "attention": "our VerifyAttention, or a layer of our drafter",
     "config": "a model's own config",
     "host": "our BatchHost",

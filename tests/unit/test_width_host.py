@@ -18,8 +18,8 @@ from tests.unit.test_width_shared import graph_costs as large_model
 VERIFY_MS = {16: 0.9, 64: 0.95, 128: 1.0, 256: 1.2, 512: 1.6, 1024: 2.6, 1280: 3.2}
 DRAFT_MS = {1: 0.3, 16: 0.4, 64: 0.6, 128: 1.0}
 HOST_MS = {Kind.PLAIN: 2.1, Kind.UNIFORM: 3.2, Kind.SHARED: 4.4}
-# of the time that the device waits for the host, so much lies between the launches of a step
-WITHIN = 0.4
+# of the time that the device waits for the host, so much lies where it is taken for work
+UNSEEN = 0.1
 
 
 def small_model(*, overlaps: bool = True) -> GraphCosts:
@@ -39,14 +39,16 @@ class HostPaced(Server):
     def times(self, choice: Choice) -> Times:
         device_ms = self.ms(choice)
         wait = max(0.0, self.host_ms(choice) - device_ms)
-        return device_ms + WITHIN * wait, (1 - WITHIN) * wait + 0.02
+        return device_ms + UNSEEN * wait, (1 - UNSEEN) * wait + 0.02
+
+    def step_ms(self, choice: Choice) -> float:
+        return max(self.ms(choice), self.host_ms(choice)) + 0.02
 
     def rate_of(self, choice: Choice) -> float:
         """Return tokens per second if every step were this one, of one width."""
         draws = [self.drafter.draw().survival for _ in range(4000 // self.requests)]
         tokens = 1 + np.concatenate(draws)[:, : choice.width - 1].sum(axis=1).mean()
-        ms = max(self.ms(choice), self.host_ms(choice)) + 0.02
-        return float(1000 * self.requests * tokens / ms)
+        return float(1000 * self.requests * tokens / self.step_ms(choice))
 
 
 @pytest.mark.parametrize("requests", [1, 8, 32, 64])
@@ -82,11 +84,22 @@ def test_rows_that_cost_nothing_are_taken(requests: int) -> None:
     assert chosen.count(Choice(BLOCK)) > 0.97 * len(chosen)
 
 
-def test_without_the_hosts_times_the_device_alone_decides() -> None:
-    """The contrast that shows what they are for."""
-    server = HostPaced([4.2] * 32, overlaps=False)
-    server.run(2)
-    assert server.run(5) < 0.9 * server.rate_of(Choice(BLOCK))
+@pytest.mark.parametrize("requests", [8, 32, 128])
+@pytest.mark.parametrize("length", [1.3, 2.5, 4.2])
+def test_without_overlap_the_hosts_time_is_added(requests: int, length: float) -> None:
+    class InTurns(HostPaced):
+        """The host works while the device stands still."""
+
+        def times(self, choice: Choice) -> Times:
+            return self.ms(choice), self.host_ms(choice)
+
+        def step_ms(self, choice: Choice) -> float:
+            return self.ms(choice) + self.host_ms(choice)
+
+    server = InTurns([length] * requests, overlaps=False)
+    best = max(server.rate_of(Choice(width)) for width in (1, 4, 8, 16))
+    server.run(3)
+    assert server.run(10) > 0.97 * best
 
 
 @pytest.mark.parametrize("requests", [2, 8, 64])

@@ -1,4 +1,5 @@
-"""Device times of captured CUDA graphs: what a step of each size costs on this GPU."""
+"""Device times of captured CUDA graphs: what a step of each size costs on this GPU, and when the
+device waited for one."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 
 from sglang_dflash.costs import GraphCosts
+from sglang_dflash.glue import changes
+from sglang_dflash.glue.after_step.stage_clock import StageClock
 from sglang_dflash.glue.step.runtime import DFlashRuntime
 from sglang_dflash.glue.step.verify_graphs import VerifyGraphRunner
 from sglang_dflash.kernels import Noise
@@ -45,6 +48,21 @@ def time_step(runtime: DFlashRuntime, target: VerifyGraphRunner, draft: Any) -> 
         time_head(runtime),
         runtime.draft_graphs.largest_with_head,
         overlaps=runtime.config.overlap.schedule,
+    )
+
+
+def tell_of_launches(runner: Any, clock: StageClock) -> None:
+    """Let a runner, if there is one, tell the clock before each of its graphs is launched."""
+    if runner is None:
+        return
+    replay = runner.backend.replay
+
+    def told(*arguments: Any, **options: Any) -> Any:
+        clock.launches_graph()
+        return replay(*arguments, **options)
+
+    changes.replace(
+        runner.backend, "replay", told, why="the device's wait for the host is no part of a step"
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sglang_dflash.glue.after_step.stage_clock import StepTime
 from sglang_dflash.types import Commit, RowShare
 from sglang_dflash.width import Choice, WidthPolicy
 
@@ -104,12 +105,13 @@ class WidthChoice:
         self.policy.record_shared(rows, step.confidence.numpy(), np.asarray(num_correct))
         return dict(zip(step.request_ids, rows.tolist(), strict=True)), step.expected
 
-    def has_time(self, seconds: float, until_next: float) -> None:
-        """Learn the time of the oldest step without one, and how long after it the next one began,
-        which has started by now. If that followed at once, the device was idle in between."""
+    def has_time(self, time: StepTime) -> None:
+        """Learn the times of the oldest step without any. If another kind of pass followed it, the
+        wait for the next step is no one's."""
         step = self._without_time.popleft()
-        idle_ms = until_next * 1000 if step.is_followed else None
-        self.policy.timed(len(step.request_ids), step.choice, step.context, seconds * 1000, idle_ms)
+        device_ms = 1000 * (time.whole - time.waiting)
+        idle_ms = 1000 * (time.waiting + time.idle_after) if step.is_followed else None
+        self.policy.timed(len(step.request_ids), step.choice, step.context, device_ms, idle_ms)
 
     def _share(self, num_rows: int) -> RowShare:
         calibration = self.policy.calibration

@@ -34,7 +34,7 @@ from sglang_dflash.glue.startup.width_args import why_full_blocks, why_one_width
 from sglang_dflash.glue.step import disaggregation
 from sglang_dflash.glue.step.batch_host import BatchHost, take_features
 from sglang_dflash.glue.step.graph_outputs import requests_with_head
-from sglang_dflash.glue.step.graph_times import time_step
+from sglang_dflash.glue.step.graph_times import tell_of_launches, time_step
 from sglang_dflash.glue.step.runtime import DFlashRuntime
 from sglang_dflash.glue.step.spec_input import DFlashState
 from sglang_dflash.glue.step.verify_graphs import VerifyGraphRunner, install_verify_graphs
@@ -249,6 +249,8 @@ class DFlashWorker(compat.BaseSpecWorker):
                 )
         self.width = self._width_choice(costs)
         self.book.clock.tell(self.width.has_time)
+        tell_of_launches(target, self.book.clock)
+        tell_of_launches(draft, self.book.clock)
 
     def _width_choice(self, costs: GraphCosts | LearntCosts) -> WidthChoice:
         fixed = self.config.width
