@@ -11,7 +11,11 @@ import pytest
 import torch
 
 from sglang_dflash.glue import release, seams
-from sglang_dflash.glue.models.verify_backend import VerifyBackend
+from sglang_dflash.glue.models.verify_backend import (
+    SMALL_INDEX,
+    VerifyBackend,
+    shrink_graph_buffers,
+)
 from sglang_dflash.glue.startup.width_args import why_full_blocks, why_one_width
 from sglang_dflash.glue.step.batch_host import BatchHost
 from sglang_dflash.glue.step.graph_outputs import DraftGraphs
@@ -108,6 +112,29 @@ def test_a_graph_can_be_filled_for_timing() -> None:
     assert (slots, len(seq_lens), len(request_rows)) == (32, 32, 32)
     assert spec_input.ragged_verify_layout == VerifyRows(32, requests=2, width=16)
     assert spec_input.draft_token_num == 16
+
+
+@pytest.mark.parametrize(
+    ("context_len", "keys"),
+    # any 256 requests fit; then as many keys as are small beside a model; then full blocks
+    [(4096, 256 * 4096), (65_536, SMALL_INDEX), (262_144, 80 * 262_144)],
+)
+def test_the_index_has_room_for_more_requests_than_full_blocks(context_len: int, keys: int) -> None:
+    def as_sglang_does(_max_bs: int, max_num_tokens: int) -> None:
+        index = torch.zeros(max_num_tokens * context_len, dtype=torch.int64, device="meta")
+        backend.cuda_graph_kv_indices = index
+
+    backend = SimpleNamespace(
+        device="meta",
+        max_context_len=context_len,
+        sliding_window_size=None,
+        use_sliding_window_kv_pool=False,
+        init_cuda_graph_state=as_sglang_does,
+    )
+    shrink_graph_buffers(backend, 16)
+    backend.init_cuda_graph_state(256, 1280)
+    assert backend.cuda_graph_kv_indices.shape == (keys,)
+    assert backend.cuda_graph_kv_indices.dtype == torch.int64
 
 
 def laid_out_prefixes(layout: VerifyRows | None, *, width: int, **settings: Any) -> Any:

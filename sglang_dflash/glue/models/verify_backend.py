@@ -19,6 +19,8 @@ from sglang_dflash.kernels import Ops
 logger = logging.getLogger(__name__)
 
 OURS = "sglang_dflash.verify_attention"
+# keys of an index that is small beside a model: 64 MiB
+SMALL_INDEX = 1 << 23
 
 
 def install_verify_attention(
@@ -108,12 +110,21 @@ def shrink_graph_buffers(backend: Any, block_size: int) -> None:
 
     SGLang sizes it for a decode step, where every token has its own context. In a verify pass the
     tokens of a block share one: at a context of 262,144 tokens and 32 blocks that is 64 MiB instead
-    of a gigabyte. More requests than blocks fit if their contexts are shorter.
+    of a gigabyte. More requests than blocks fit if their contexts are shorter, or `SMALL_INDEX`
+    holds them all.
     """
     original = backend.init_cuda_graph_state
 
-    def init_cuda_graph_state(max_bs: int, max_num_tokens: int, **buffers: Any) -> None:
-        original(max_bs, max_num_tokens // block_size, **buffers)
+    def init_cuda_graph_state(max_bs: int, max_num_tokens: int) -> None:
+        original(max_bs, max_num_tokens // block_size)
+        keys = min(max_bs * backend.max_context_len, SMALL_INDEX)
+        if keys > backend.cuda_graph_kv_indices.shape[0]:
+            changes.replace(
+                backend,
+                "cuda_graph_kv_indices",
+                torch.zeros(keys, dtype=torch.int64, device=backend.device),
+                why="more requests than full blocks may run, each with a context",
+            )
         changes.replace(backend, "_verify_mask", None, why="chain drafts need no mask")
         window = backend.sliding_window_size
         if window is not None and window > 0:

@@ -102,8 +102,8 @@ SYMBOLS: dict[str, Symbol] = {
             """enable_deterministic dcp_size use_sliding_window_kv_pool
             cuda_graph_swa_out_cache_loc _verify_mask allow_bidirectional_attention_in_extend
             cuda_graph_kv_indices cuda_graph_window_kv_indices cuda_graph_window_kv_offsets device
-            forward_extend forward_metadata init_cuda_graph_state kv_indptr qo_indptr req_to_token
-            sliding_window_size token_to_kv_pool window_kv_indptr"""
+            forward_extend forward_metadata init_cuda_graph_state kv_indptr max_context_len
+            qo_indptr req_to_token sliding_window_size token_to_kv_pool window_kv_indptr"""
         ),
     ),
     "TritonMetadata": Symbol(
