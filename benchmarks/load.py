@@ -11,7 +11,8 @@ pair. Plain decoding needs no profile. With `--prompts FILE.jsonl ...` the pair 
 questions instead, and each file is a profile. Systems: `plain`, `ours` (automatic width),
 `ours-uniform` (automatic, the same for all requests of a step) and `ours-N` (N rows per request).
 `--in-tree 4.2 8` adds SGLang's DFLASH, which simulates one length per server, the same for all
-requests. `--side-by-side` starts small models' servers together.
+requests; with `--prompts` it is a system like the others, `in-tree`. `--side-by-side` starts small
+models' servers together.
 
 A point is measured in rounds: all of its requests start together, and the steps in which they go
 from --from-tokens to --to-tokens generated tokens are timed, on average over the requests
@@ -95,11 +96,11 @@ class Start(NamedTuple):
 
 
 def system_name(word: str) -> str:
-    if word in ("plain", "ours") or systems.named_width(word):
+    if word in systems.SYSTEMS or systems.named_width(word):
         return word
     raise argparse.ArgumentTypeError(
-        f"{word!r} is not plain, ours, ours-uniform or ours-N, N from 1 to {systems.BLOCK_SIZE}; "
-        "SGLang's DFLASH is measured with --in-tree LENGTH"
+        f"{word!r} is not plain, in-tree, ours, ours-uniform or ours-N, N from 1 to "
+        f"{systems.BLOCK_SIZE}"
     )
 
 
@@ -341,6 +342,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--prompts {path}: no such file")
     if options.prompts and options.in_tree:
         parser.error("--in-tree LENGTH is for simulated acceptance: without --prompts")
+    if "in-tree" in options.systems and not options.prompts:
+        parser.error("--systems in-tree is for real questions (--prompts): pass --in-tree LENGTH")
     if options.prompts:
         options.profiles = [path.stem for path in options.prompts]
     if options.rounds < 2:

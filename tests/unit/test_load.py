@@ -232,9 +232,9 @@ def test_every_default_profile_is_one_that_the_worker_draws() -> None:
         assert len(DrawnAcceptance().draw(rids).num_correct) == 4
 
 
-@pytest.mark.parametrize("word", ["ours-0", "ours-17", "in-tree", "other"])
+@pytest.mark.parametrize("word", ["ours-0", "ours-17", "in-tree-fa4", "other"])
 def test_an_unknown_system_is_refused(word: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="--in-tree LENGTH"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not plain, in-tree, ours"):
         load.system_name(word)
 
 
@@ -284,7 +284,7 @@ def test_two_rounds_in_turn_ask_the_same_questions() -> None:
     assert questions.longest == 3 and questions.mean == 2
 
 
-def test_real_text_is_not_simulated(tmp_path: Path) -> None:
+def test_real_text_is_not_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "gsm8k.jsonl").write_text("")
     options = load.parse(["--prompts", str(tmp_path / "gsm8k.jsonl"), "--requests", "8"])
     plain, fixed, auto = load.starts_of(options)
@@ -293,6 +293,15 @@ def test_real_text_is_not_simulated(tmp_path: Path) -> None:
     assert "SGLANG_DFLASH_DRAW_ACCEPTANCE" not in load.switches(auto, simulates=False)
     with pytest.raises(SystemExit):
         load.parse(["--prompts", str(tmp_path / "gsm8k.jsonl"), "--in-tree", "4"])
+    # there SGLang's DFLASH is a system like the others, which simulates no length
+    asked = ["--prompts", str(tmp_path / "gsm8k.jsonl"), "--systems", "plain", "in-tree"]
+    _, in_tree = load.starts_of(load.parse(asked))
+    assert in_tree.points([8]) == [("gsm8k", 8)]
+    found = load.switches(in_tree, simulates=False)
+    assert found["SGLANG_DFLASH"] == "off" and "SGLANG_SIMULATE_ACC_LEN" not in found
+    with pytest.raises(SystemExit):
+        load.parse(["--systems", "plain", "in-tree"])
+    assert "pass --in-tree LENGTH" in capsys.readouterr().err
 
 
 def test_a_later_call_measures_only_what_is_missing(tmp_path: Path) -> None:
