@@ -8,11 +8,11 @@ drafts in each step from the survival profile that its request id names, so one 
 profiles. `accept4.2` is geometric with a mean of 4.2 tokens per step, `accept1` is always wrong,
 `accept2+accept8` gives half of the requests each, and `recorded` was recorded with the SmolLM2
 pair. Plain decoding needs no profile. With `--prompts FILE.jsonl ...` the pair answers real
-questions instead, and each file is a profile. Systems: `plain`, `ours` (automatic width),
-`ours-uniform` (automatic, the same for all requests of a step) and `ours-N` (N rows per request).
-`--in-tree 4.2 8` adds SGLang's DFLASH, which simulates one length per server, the same for all
-requests; with `--prompts` it is a system like the others, `in-tree`. `--side-by-side` starts small
-models' servers together.
+questions instead: each file is a profile, at each of `--temperatures`. Systems: `plain`, `ours`
+(automatic width), `ours-uniform` (automatic, the same for all requests of a step) and `ours-N` (N
+rows per request). `--in-tree 4.2 8` adds SGLang's DFLASH, which simulates one length per server,
+the same for all requests; with `--prompts` it is a system like the others, `in-tree`.
+`--side-by-side` starts small models' servers together.
 
 A point is measured in rounds: all of its requests start together, and the steps in which they go
 from --from-tokens to --to-tokens generated tokens are timed, on average over the requests
@@ -53,7 +53,7 @@ from benchmarks import (
     sharing,
     systems,
 )
-from benchmarks.load_points import Questions, RandomPrompts, measure
+from benchmarks.load_points import Questions, RandomPrompts, Text, measure
 from benchmarks.load_report import draw, report
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
@@ -256,11 +256,12 @@ class Run:
         options = self.options
         if not options.prompts:
             return RandomPrompts(options.prompt, options.ids)
-        if profile not in self._questions:
-            (path,) = [path for path in options.prompts if path.stem == profile]
+        task = Text.of(profile).task
+        if task not in self._questions:
+            (path,) = [path for path in options.prompts if path.stem == task]
             prompts = real_text.read_prompts([path])
-            self._questions[path.stem] = Questions(real_text.to_ids(options.model_path, prompts))
-        return self._questions[str(profile)]
+            self._questions[task] = Questions(real_text.to_ids(options.model_path, prompts))
+        return self._questions[task]
 
     def _is_late(self) -> bool:
         elapsed = time.monotonic() - self._began
@@ -318,6 +319,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profiles", nargs="+", type=profile_name, default=list(PROFILES))
     parser.add_argument("--prompt", type=int, default=128, help="tokens, with --profiles")
     parser.add_argument("--prompts", nargs="+", type=Path, help="jsonl files of real questions")
+    parser.add_argument(
+        "--temperatures", nargs="+", type=float, default=[0.0], help="with --prompts; default: 0"
+    )
     parser.add_argument("--from-tokens", type=int, default=32, help="before a timed stretch")
     parser.add_argument("--to-tokens", type=int, default=160, help="at the end of the stretch")
     parser.add_argument("--seconds", type=float, default=1.0, help="least time of a window")
@@ -345,7 +349,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if "in-tree" in options.systems and not options.prompts:
         parser.error("--systems in-tree is for real questions (--prompts): pass --in-tree LENGTH")
     if options.prompts:
-        options.profiles = [path.stem for path in options.prompts]
+        texts = [Text(path.stem, t) for path in options.prompts for t in options.temperatures]
+        options.profiles = [text.profile for text in texts]
+    elif options.temperatures != [0.0]:
+        parser.error("--temperatures is for real questions (--prompts)")
     if options.rounds < 2:
         parser.error(f"--rounds {options.rounds}: pass 2 or more, for there are two windows")
     if options.into and not options.into.is_file():

@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import batch_load, load_windows
 from benchmarks.load_windows import Lap, Stretch, Window
@@ -54,6 +54,23 @@ class Questions:
         return [self.prompts[(first + i) % len(self.prompts)] for i in range(count)]
 
 
+class Text(NamedTuple):
+    """What a profile of real questions asks: `gsm8k`, or `gsm8k@1.5` for another temperature than
+    0."""
+
+    task: str
+    temperature: float = 0.0
+
+    @classmethod
+    def of(cls, profile: str | None) -> Text:
+        task, _, temperature = (profile or "").partition("@")
+        return cls(task, float(temperature or 0))
+
+    @property
+    def profile(self) -> str:
+        return f"{self.task}@{self.temperature:g}" if self.temperature else self.task
+
+
 def rids_of(profile: str | None, num_requests: int, number: int) -> list[str]:
     """Return the request ids of a round; the kinds of a mixture take turns."""
     parts = (profile or "plain").split("+")
@@ -76,7 +93,9 @@ def measure(
         server.flush_cache()
         asked = prompts.draw(num_requests, number)
         rids = rids_of(profile, num_requests, number)
-        return load_windows.run_round(server, asked, rids, room, is_enough)
+        return load_windows.run_round(
+            server, asked, rids, room, is_enough, temperature=Text.of(profile).temperature
+        )
 
     def is_over(laps: list[Lap]) -> bool:
         return load_windows.has_reached(laps, num_requests, last)

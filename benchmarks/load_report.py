@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import result_files, systems
+from benchmarks.load_points import Text
 
 AUTO, FIXED, PLAIN = "ours", "ours-16", "plain"
 AGREEMENT = 0.03  # relative difference of two windows above which a rate is marked
@@ -63,7 +64,8 @@ def title_of(profile: str) -> str:
     if profile == "accept1":
         return "Drafts always wrong (accept length 1)"
     if is_text(profile):
-        return f"Real text, {profile}"
+        text = Text.of(profile)
+        return f"Real text, {text.task}, temperature {text.temperature:g}"
     lengths = [part.removeprefix("accept") for part in profile.split("+")]
     if len(lengths) == 1:
         return f"Accept length {lengths[0]}"

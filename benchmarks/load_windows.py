@@ -184,10 +184,12 @@ def run_round(
     rids: list[str],
     new_tokens: int,
     is_enough: Callable[[list[Lap]], bool],
+    *,
+    temperature: float = 0.0,
 ) -> list[Lap]:
     """Decode all prompts together; return the laps once they are enough, or the requests have begun
     to end."""
-    params = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    params = {"temperature": temperature, "max_new_tokens": new_tokens, "ignore_eos": True}
     body: dict[str, Any] = {"input_ids": prompts, "rid": rids, "sampling_params": params}
     before = len(server.log())
     with ThreadPoolExecutor(1) as pool:

@@ -6,11 +6,12 @@ import argparse
 import shlex
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import load, load_points, load_windows
+from benchmarks import load, load_points, load_report, load_windows
 from benchmarks.load_windows import Lap, Stretch, Window
 from sglang_dflash.simulate import DrawnAcceptance
 
@@ -128,8 +129,19 @@ class Rounds:
         self.rates, self.most = rates, most
         self.rids: list[list[str]] = []
         self.laps: list[int] = []
+        self.temperatures: set[float] = set()
 
-    def run(self, server: Any, prompts: Any, rids: list[str], room: int, is_enough: Any) -> Any:
+    def run(
+        self,
+        server: Any,
+        prompts: Any,
+        rids: list[str],
+        room: int,
+        is_enough: Any,
+        *,
+        temperature: float,
+    ) -> Any:
+        self.temperatures.add(temperature)
         found: list[Lap] = []
         while not is_enough(found) and len(found) < self.most:
             found += laps(self.rates[len(self.rids) % len(self.rates)])
@@ -138,21 +150,23 @@ class Rounds:
         return found
 
 
+def idle(rounds: Rounds) -> Any:
+    """Return a server that reports ten steps a round."""
+
+    def info() -> dict[str, Any]:
+        steps = {"steps_by_width": {"4": 10 * len(rounds.rids)}}
+        return {"internal_states": [{"sglang_dflash": {"width": steps}}]}
+
+    return SimpleNamespace(flush_cache=lambda: None, info=info)
+
+
 def measured(
     rounds: Rounds, monkeypatch: pytest.MonkeyPatch, *more: str, room: int = 320
 ) -> dict[str, Any]:
-    class Idle:
-        def flush_cache(self) -> None: ...
-
-        def info(self) -> dict[str, Any]:
-            steps = {"steps_by_width": {"4": 10 * len(rounds.rids)}}
-            return {"internal_states": [{"sglang_dflash": {"width": steps}}]}
-
     monkeypatch.setattr(load_windows, "run_round", rounds.run)
-    server: Any = Idle()
     options = load.parse(["--out", "x", *more])
     prompts = load_points.RandomPrompts(options.prompt, options.ids)
-    return load_points.measure(server, "accept2", 2, room, prompts, options)
+    return load_points.measure(idle(rounds), "accept2", 2, room, prompts, options)
 
 
 def test_rounds_are_timed_until_both_windows_are_long_enough(
@@ -274,6 +288,24 @@ def test_another_system_than_asked_for_is_not_measured() -> None:
         load.check_system("ours", other)
     with pytest.raises(RuntimeError, match="in-tree was asked for, but sglang_dflash answers"):
         load.check_system("in-tree", ours)
+
+
+def test_questions_are_asked_at_each_temperature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gsm8k.jsonl").write_text("")
+    asked = ["--prompts", str(tmp_path / "gsm8k.jsonl"), "--temperatures", "0", "1.5"]
+    _, _, auto = load.starts_of(load.parse(asked))
+    assert auto.points([8]) == [("gsm8k", 8), ("gsm8k@1.5", 8)]
+    assert load_report.title_of("gsm8k@1.5") == "Real text, gsm8k, temperature 1.5"
+    rounds = Rounds(200.0)
+    monkeypatch.setattr(load_windows, "run_round", rounds.run)
+    questions = load_points.Questions([[1], [2]])
+    for profile, _ in auto.points([8]):
+        load_points.measure(idle(rounds), profile, 2, 320, questions, load.parse(["--out", "x"]))
+    assert rounds.temperatures == {0.0, 1.5}
+    with pytest.raises(SystemExit):
+        load.parse(["--temperatures", "1"])
 
 
 def test_two_rounds_in_turn_ask_the_same_questions() -> None:
