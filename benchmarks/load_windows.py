@@ -31,7 +31,7 @@ TOKENS_AHEAD = 64  # slots that a request reserves for upcoming blocks
 FEWEST_NEW_TOKENS = 32
 MOST_SECONDS = 240.0  # of a round, with the first use of kernels
 MOST_LAPS = 100  # with fewer requests running, as in a server that cannot hold all
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.05
 
 LINE = re.compile(
     r"Decode batch.*?#running-req: (\d+),(?:.*?accept len: ([\d.]+))?"
