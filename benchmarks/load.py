@@ -18,9 +18,11 @@ A point is measured in rounds: all of its requests start together, and the steps
 from --from-tokens to --to-tokens generated tokens are timed, on average over the requests
 (benchmarks/load_windows.py). So all systems are measured at the same contexts. Rounds with fresh
 requests follow, at most --rounds, until each of two windows, which take them in turn, has
---seconds; with real questions the windows ask the same ones. A round before them is not timed, nor
-longer than --warm-seconds: in it the automatic width learns the profile. If the KV pool is too
-small, as with 256 requests of the 31B, stretches end at fewer tokens, and the table marks it.
+--seconds, and the two agree; with real questions the windows ask the same ones. Servers side by
+side take turns, too, a round each: how fast a host is drifts by the second, and what a small model
+makes of it. A round before all others is not timed, nor longer than --warm-seconds: in it the
+automatic width learns the profile. If the KV pool is too small, as with 256 requests of the 31B,
+stretches end at fewer tokens, and the table marks it.
 
 Writes OUT.json and OUT.md after every point and OUT.png after every system. `--into FILE.json` adds
 to the results of earlier calls at the same commit and measures only what is missing there;
@@ -36,6 +38,7 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +56,7 @@ from benchmarks import (
     sharing,
     systems,
 )
-from benchmarks.load_points import Questions, RandomPrompts, Text, measure
+from benchmarks.load_points import Point, Questions, RandomPrompts, Text, measure_in_turn
 from benchmarks.load_report import draw, report
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
@@ -72,6 +75,9 @@ AROUND_S = 5.0
 PART = re.compile(r"recorded|accept\d+(\.\d+)?")
 
 
+Place = tuple[str | None, int]  # a profile, or None, and a number of requests
+
+
 class Start(NamedTuple):
     """One server to start. `length` is the accept length that SGLang's DFLASH simulates."""
 
@@ -84,7 +90,7 @@ class Start(NamedTuple):
         """Whether each step verifies the same number of rows per request."""
         return self.system not in ("plain", *AUTOMATIC)
 
-    def points(self, sizes: list[int]) -> list[tuple[str | None, int]]:
+    def points(self, sizes: list[int]) -> list[Place]:
         """Return the profiles and numbers of requests to measure."""
         return [
             (profile, n)
@@ -93,6 +99,28 @@ class Start(NamedTuple):
             # a mixture needs a request of each kind
             if n >= len((profile or "").split("+")) and not (self.is_fixed and n > FIXED_MOST)
         ]
+
+
+class Ready(NamedTuple):
+    """A server that answers, and its /server_info."""
+
+    server: ServerProcess
+    info: dict[str, Any]
+
+
+def groups_of(missing: dict[Start, list[Place]]) -> Iterator[dict[Start, Place]]:
+    """Yield what to measure together: the same of every system, profile by profile, because the
+    automatic width has to learn them. Plain decoding, without one, has its turn with the first."""
+    every = [place for places in missing.values() for place in places]
+    left = {start: set(places) for start, places in missing.items()}
+    for profile, n in dict.fromkeys(sorted(every, key=lambda place: place[0] is None)):
+        group = {}
+        for start, places in left.items():
+            for place in ({(profile, n), (None, n)}) & places:
+                places.remove(place)
+                group[start] = place
+        if group:
+            yield group
 
 
 def system_name(word: str) -> str:
@@ -160,7 +188,7 @@ class Run:
             merge(self.found, options.into)
         self._began = time.monotonic()
 
-    def missing(self, start: Start) -> list[tuple[str | None, int]]:
+    def missing(self, start: Start) -> list[Place]:
         done = self.found["results"].get(start.system, {}).get("points", ())
         keys = {(point["profile"], point["requests"]) for point in done}
         return [point for point in start.points(self.options.requests) if point not in keys]
@@ -182,7 +210,7 @@ class Run:
                     self._run_group(starts[first : first + several], tokens, progress)
 
     def _run_group(self, starts: list[Start], tokens: int, progress: Progress) -> None:
-        """Start the servers together, and measure one after another."""
+        """Start the servers together, and measure them in turn."""
         neighbourly = sharing.server_args(tokens) if len(starts) > 1 else []
         serving = {start: partial(self._serve, start, neighbourly) for start in starts}
 
@@ -190,20 +218,26 @@ class Run:
             name = f"{start.system}{start.length or ''}"
             systems.stop_server(server, self.options.logs, name)
 
-        for start, server, failed in sharing.serve_all(serving, stop):
-            result = self.found["results"].setdefault(start.system, {"points": []})
-            result.pop("error", None)
-            result |= {"skipped": [], "beside": len(starts) - 1}
-            if start.is_fixed and max(self.options.requests) > FIXED_MOST:
-                result["skipped"].append(f"more than {FIXED_MOST} requests")
-            try:
-                if failed is not None:
-                    raise failed
-                self._measure(start, server, result, progress)
-            except (RuntimeError, requests.RequestException) as error:
-                say(f"{start.system}: {error}")
-                result["error"] = str(error)[-2000:]
-            self.write(picture=True)
+        with sharing.serve_together(serving, stop) as (running, failed):
+            ready = {}
+            for start, server in running.items():
+                result = self.found["results"].setdefault(start.system, {"points": []})
+                result.pop("error", None)
+                result |= {"skipped": [], "beside": len(starts) - 1}
+                if start.is_fixed and max(self.options.requests) > FIXED_MOST:
+                    result["skipped"].append(f"more than {FIXED_MOST} requests")
+                try:
+                    if start in failed:
+                        raise failed[start]
+                    ready[start] = Ready(server, self._describe(start, server, result))
+                except (RuntimeError, requests.RequestException) as error:
+                    self._note_failure(start, error)
+            self._measure_all(ready, progress)
+        self.write(picture=True)
+
+    def _note_failure(self, start: Start, error: Exception) -> None:
+        say(f"{start.system}: {error}")
+        self.found["results"][start.system]["error"] = str(error)[-2000:]
 
     def _serve(self, start: Start, neighbourly: list[str]) -> ServerProcess:
         options = argparse.Namespace(**vars(self.options))
@@ -215,34 +249,68 @@ class Run:
         env = switches(start, simulates=not options.prompts)
         return ServerProcess(command, env=env, port=options.port)
 
-    def _measure(
-        self, start: Start, server: ServerProcess, result: dict[str, Any], progress: Progress
-    ) -> None:
-        options, info = self.options, server.info()
+    def _describe(
+        self, start: Start, server: ServerProcess, result: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Note how a server was started and what it runs on; return its /server_info."""
+        info = server.info()
         say(f"{start.system}: ready after {server.start_s:.0f} s")
         check_system(start.system, info)
         result |= {"start_s": server.start_s, "attention": systems.backends_in_use(info)}
         result["command"] = [result_files.short_path(word) for word in server.command]
-        for profile, n in self.missing(start):
-            progress.name(f"{start.system}, {profile or 'plain'} at {n}")
+        return info
+
+    def _measure_all(self, ready: dict[Start, Ready], progress: Progress) -> None:
+        """Measure what is missing, point by point: all servers that have one take turns in it."""
+        for group in groups_of({start: self.missing(start) for start in ready}):
+            group = {start: place for start, place in group.items() if start in ready}
+            if not group:
+                continue
+            progress.name(
+                ", ".join(f"{p or 'plain'} at {n}" for p, n in dict.fromkeys(group.values()))
+            )
             if self._is_late():
-                result["skipped"].append(f"{profile or 'plain'} at {n}: out of time")
+                for start, place in group.items():
+                    self._skip(start, place, "out of time")
                 continue
-            try:
-                most = load_windows.AHEAD * options.to_tokens
-                prompts = self._prompts_of(profile)
-                room = load_windows.room_for(info, n, prompts.longest, most)
-                point = measure(server, profile, n, room, prompts, options)
-            except RuntimeError as error:
-                say(f"{start.system}, {profile}: {error}")
-                result["skipped"].append(f"{profile or 'plain'} at {n}: {error}")
+            for start, error in self._measure(group, ready).items():
+                self._note_failure(start, error)
+                del ready[start]
+            for _ in group:
                 progress.step()
-                continue
-            shown = {name: value for name, value in point.items() if name != "windows"}
-            say(f"{start.system}: {shown}")
-            result["points"].append(point)
-            progress.step()
             self.write(picture=False)
+
+    def _measure(
+        self, group: dict[Start, Place], ready: dict[Start, Ready]
+    ) -> dict[Start, requests.RequestException]:
+        """Measure a point of each server, in turn; return those that do not answer any more."""
+        options, points = self.options, {}
+        most = load_windows.AHEAD * options.to_tokens
+        for start, (profile, n) in group.items():
+            server, info = ready[start]
+            prompts = self._prompts_of(profile)
+            try:
+                room = load_windows.room_for(info, n, prompts.longest, most)
+            except RuntimeError as error:
+                self._skip(start, (profile, n), str(error))
+                continue
+            points[start] = Point(server, profile, n, room, prompts, options)
+        gone = {}
+        for start, found in measure_in_turn(points, options.rounds).items():
+            if isinstance(found, requests.RequestException):
+                gone[start] = found
+            elif isinstance(found, Exception):
+                self._skip(start, group[start], str(found))
+            else:
+                shown = {name: value for name, value in found.items() if name != "windows"}
+                say(f"{start.system}: {shown}")
+                self.found["results"][start.system]["points"].append(found)
+        return gone
+
+    def _skip(self, start: Start, place: Place, why: str) -> None:
+        told = f"{place[0] or 'plain'} at {place[1]}: {why}"
+        say(f"{start.system}, {told}")
+        self.found["results"][start.system]["skipped"].append(told)
 
     def _tokens_needed(self) -> int:
         """Return the tokens of a KV pool that holds the largest point."""

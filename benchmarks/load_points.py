@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import requests
 
 from benchmarks import batch_load, load_windows
 from benchmarks.load_windows import Lap, Stretch, Window
 from sglang_dflash.testing.server import ServerProcess
+
+System = TypeVar("System")
+
+AGREEMENT = 0.03  # relative difference of two windows up to which they agree
 
 
 @dataclass(frozen=True)
@@ -78,65 +84,117 @@ def rids_of(profile: str | None, num_requests: int, number: int) -> list[str]:
     return [f"{parts[i % len(parts)]}-{about}-{i}" for i in range(num_requests)]
 
 
-def measure(
-    server: ServerProcess,
-    profile: str | None,
-    num_requests: int,
-    room: int,
-    prompts: RandomPrompts | Questions,
-    options: argparse.Namespace,
-) -> dict[str, Any]:
-    """Return the rate of one point, from two windows of rounds in turn."""
-    first, last = load_windows.tokens_between(room, options.from_tokens, options.to_tokens)
+class Point:
+    """A system at one point: its rounds so far, shared out to two windows in turn."""
 
-    def run_round(number: int, is_enough: Callable[[list[Lap]], bool]) -> list[Lap]:
-        server.flush_cache()
-        asked = prompts.draw(num_requests, number)
-        rids = rids_of(profile, num_requests, number)
-        return load_windows.run_round(
-            server, asked, rids, room, is_enough, temperature=Text.of(profile).temperature
+    def __init__(
+        self,
+        server: ServerProcess,
+        profile: str | None,
+        num_requests: int,
+        room: int,
+        prompts: RandomPrompts | Questions,
+        options: argparse.Namespace,
+    ) -> None:
+        self._server, self._prompts, self._options = server, prompts, options
+        self._profile, self._requests, self._room = profile, num_requests, room
+        self._first, self._last = load_windows.tokens_between(
+            room, options.from_tokens, options.to_tokens
         )
+        self._shares: tuple[list[Stretch], list[Stretch]] = ([], [])
+        self._before: dict[str, Any] | None = None
 
-    def is_over(laps: list[Lap]) -> bool:
-        return load_windows.has_reached(laps, num_requests, last)
+    @property
+    def is_known(self) -> bool:
+        """Whether both windows are long enough, and agree."""
+        if min(map(load_windows.seconds_of, self._shares)) < self._options.seconds:
+            return False
+        spread = load_windows.spread_of(self._windows())
+        return spread is not None and spread <= AGREEMENT
 
-    def is_warm(laps: list[Lap]) -> bool:
-        steady = load_windows.steady(laps, num_requests)
-        seconds = load_windows.seconds_of(laps[i] for i in steady)
-        return is_over(laps) or seconds >= options.warm_seconds
+    def warm_up(self) -> None:
+        """Run a round that is not timed."""
 
-    run_round(0, is_warm)
-    before = width_state(server)
-    shares: tuple[list[Stretch], list[Stretch]] = ([], [])
-    for number in range(1, options.rounds + 1):
-        stretch = load_windows.stretch_of(
-            run_round(number, is_over), num_requests, first=first, last=last
-        )
+        def is_warm(laps: list[Lap]) -> bool:
+            steady = load_windows.steady(laps, self._requests)
+            seconds = load_windows.seconds_of(laps[i] for i in steady)
+            return self._is_over(laps) or seconds >= self._options.warm_seconds
+
+        self._run_round(0, is_warm)
+        self._before = width_state(self._server)
+
+    def run(self, number: int) -> None:
+        """Run a timed round, numbered from 1."""
+        laps = self._run_round(number, self._is_over)
+        stretch = load_windows.stretch_of(laps, self._requests, first=self._first, last=self._last)
         if stretch is None:
             raise RuntimeError(
-                f"{num_requests} requests of {profile} ended before a steady step was logged. "
-                "Raise --to-tokens, or the server's --mem-fraction-static."
+                f"{self._requests} requests of {self._profile} ended before a steady step was "
+                "logged. Raise --to-tokens, or the server's --mem-fraction-static."
             )
-        shares[number % 2].append(stretch)
-        if number % 2 == 0 and min(map(load_windows.seconds_of, shares)) >= options.seconds:
+        self._shares[number % 2].append(stretch)
+
+    def result(self) -> dict[str, Any]:
+        windows = self._windows()
+        spread = load_windows.spread_of(windows)
+        mean = {
+            name: round(sum(getattr(window, name) for window in windows) / len(windows), 3)
+            for name in ("tokens_per_s", "step_ms", "accept_length", "context")
+        }
+        is_cut = any(stretch.is_cut for share in self._shares for stretch in share)
+        return {
+            "profile": self._profile,
+            "requests": self._requests,
+            **mean,
+            "tokens": [self._first, self._last],
+            "short": is_cut or self._last < self._options.to_tokens,
+            "spread": None if spread is None else round(spread, 4),
+            "graph": all(window.graph for window in windows),
+            "windows": [window._asdict() for window in windows],
+            "width": width_since(self._before, width_state(self._server)),
+        }
+
+    def _windows(self) -> list[Window]:
+        return [Window.of(share, self._prompts.mean) for share in self._shares if share]
+
+    def _is_over(self, laps: list[Lap]) -> bool:
+        return load_windows.has_reached(laps, self._requests, self._last)
+
+    def _run_round(self, number: int, is_enough: Callable[[list[Lap]], bool]) -> list[Lap]:
+        self._server.flush_cache()
+        return load_windows.run_round(
+            self._server,
+            self._prompts.draw(self._requests, number),
+            rids_of(self._profile, self._requests, number),
+            self._room,
+            is_enough,
+            temperature=Text.of(self._profile).temperature,
+        )
+
+
+def measure_in_turn(
+    points: Mapping[System, Point], rounds: int
+) -> dict[System, dict[str, Any] | Exception]:
+    """Return the result of each system's point, or why there is none, by rounds that the systems
+    take in turn; they end once all points are known."""
+    failed: dict[System, Exception] = {}
+    for number in range(rounds + 1):
+        running = {system: point for system, point in points.items() if system not in failed}
+        for system, point in running.items():
+            try:
+                if number == 0:
+                    point.warm_up()
+                else:
+                    point.run(number)
+            except (RuntimeError, requests.RequestException) as error:
+                failed[system] = error
+        # two windows have as many rounds
+        is_even = number > 0 and number % 2 == 0
+        if is_even and all(running[system].is_known for system in running.keys() - failed.keys()):
             break
-    windows = [Window.of(share, prompts.mean) for share in shares if share]
-    spread = load_windows.spread_of(windows)
-    mean = {
-        name: round(sum(getattr(window, name) for window in windows) / len(windows), 3)
-        for name in ("tokens_per_s", "step_ms", "accept_length", "context")
-    }
-    is_cut = any(stretch.is_cut for share in shares for stretch in share)
     return {
-        "profile": profile,
-        "requests": num_requests,
-        **mean,
-        "tokens": [first, last],
-        "short": is_cut or last < options.to_tokens,
-        "spread": None if spread is None else round(spread, 4),
-        "graph": all(window.graph for window in windows),
-        "windows": [window._asdict() for window in windows],
-        "width": width_since(before, width_state(server)),
+        system: failed[system] if system in failed else point.result()
+        for system, point in points.items()
     }
 
 

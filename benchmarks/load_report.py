@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import result_files, systems
-from benchmarks.load_points import Text
+from benchmarks.load_points import AGREEMENT, Text
 
 AUTO, FIXED, PLAIN = "ours", "ours-16", "plain"
-AGREEMENT = 0.03  # relative difference of two windows above which a rate is marked
 LEAST = 0.98  # where nothing may be lost: with a drafter that is always wrong, and on real text
 
 Points = dict[tuple[str | None, int], dict[str, Any]]  # by profile (None: plain) and requests

@@ -1,13 +1,14 @@
-"""Start several servers together on one GPU and measure them one after another.
+"""Start several servers together on one GPU and measure them one at a time.
 
 A server takes a minute to start and leaves the GPU idle meanwhile, so `--side-by-side` starts
 several together. Each is measured while the others are idle (`--sleep-on-idle`: otherwise SGLang's
-scheduler busy-polls a core), and is stopped after its turn.
+scheduler busy-polls a core).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -110,6 +111,23 @@ def serve_all(
 
     Each server is stopped after its turn, the rest if the caller ends early.
     """
+    with serve_together(starts, stop, timeout_s=timeout_s) as (running, failed):
+        for key in starts:
+            yield key, running[key], failed.get(key)
+            stop(key, running.pop(key))
+
+
+@contextlib.contextmanager
+def serve_together(
+    starts: Mapping[Key, Callable[[], ServerProcess]],
+    stop: Callable[[Key, ServerProcess], None],
+    *,
+    timeout_s: float = START_TIMEOUT_S,
+) -> Iterator[tuple[dict[Key, ServerProcess], dict[Key, RuntimeError]]]:
+    """Start all servers and wait for all; return them, and the errors of those that did not start.
+
+    In the end all servers are stopped that are still listed.
+    """
     running: dict[Key, ServerProcess] = {}
     failed: dict[Key, RuntimeError] = {}
     try:
@@ -120,9 +138,7 @@ def serve_all(
                 server.wait(timeout_s=timeout_s)
             except RuntimeError as error:
                 failed[key] = error
-        for key in starts:
-            yield key, running[key], failed.get(key)
-            stop(key, running.pop(key))
+        yield running, failed
     finally:
         for key, server in running.items():
             stop(key, server)

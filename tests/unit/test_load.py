@@ -166,20 +166,28 @@ def measured(
     monkeypatch.setattr(load_windows, "run_round", rounds.run)
     options = load.parse(["--out", "x", *more])
     prompts = load_points.RandomPrompts(options.prompt, options.ids)
-    return load_points.measure(idle(rounds), "accept2", 2, room, prompts, options)
+    point = load_points.Point(idle(rounds), "accept2", 2, room, prompts, options)
+    return result_of(point, options.rounds)
+
+
+def result_of(point: load_points.Point, rounds: int) -> dict[str, Any]:
+    found = load_points.measure_in_turn({"alone": point}, rounds)["alone"]
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def test_rounds_are_timed_until_both_windows_are_long_enough(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A lap of 8 tokens takes 5 ms at 1600/s, so 32 laps take 0.16 s."""
-    rounds = Rounds(800.0, 1600.0)
+    rounds = Rounds(1584.0, 1600.0)
     found = measured(rounds, monkeypatch, "--seconds", "0.3")
-    # one that is not timed, then two of 0.32 and two of 0.16 s in turn
+    # one that is not timed, then two of 0.162 and two of 0.16 s in turn
     assert [window["rounds"] for window in found["windows"]] == [2, 2]
-    assert [window["tokens_per_s"] for window in found["windows"]] == [800.0, 1600.0]
+    assert [window["tokens_per_s"] for window in found["windows"]] == [1584.0, 1600.0]
     assert len(rounds.rids) == 5 and len({rid for rids in rounds.rids for rid in rids}) == 10
-    assert found["tokens_per_s"] == 1200.0 and found["spread"] == 1.0
+    assert found["tokens_per_s"] == 1592.0 and found["spread"] == 0.0101
     assert found["tokens"] == [32, 160] and not found["short"]
     assert found["context"] == pytest.approx(128 + 96, abs=2)
     # without the round that is not timed
@@ -190,6 +198,47 @@ def test_a_slow_warm_up_ends_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = Rounds(8.0)  # a lap is a second
     measured(rounds, monkeypatch, "--seconds", "3", "--warm-seconds", "3")
     assert rounds.laps == [4, 41, 41]
+
+
+def test_rounds_go_on_until_the_windows_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slow round of ten is evened out by as many more as it takes."""
+    rounds = Rounds(*[1600.0] * 3, 1200.0, *[1600.0] * 40)
+    found = measured(rounds, monkeypatch, "--seconds", "0.3", "--rounds", "40")
+    assert 0.02 < found["spread"] <= 0.03
+    assert 20 < len(rounds.rids) < 30
+    given_up = measured(Rounds(800.0, 1600.0), monkeypatch, "--seconds", "0.1", "--rounds", "6")
+    assert given_up["spread"] == 1.0
+    assert [window["rounds"] for window in given_up["windows"]] == [3, 3]
+
+
+def test_systems_take_turns_until_all_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[tuple[str, int]] = []
+
+    class Side(load_points.Point):
+        def __init__(self, name: str, known_after: int, fails_in: int = 99) -> None:
+            self.name, self.known_after, self.fails_in, self.done = name, known_after, fails_in, 0
+
+        @property
+        def is_known(self) -> bool:
+            return self.done >= self.known_after
+
+        def warm_up(self) -> None:
+            order.append((self.name, 0))
+
+        def run(self, number: int) -> None:
+            order.append((self.name, number))
+            if number == self.fails_in:
+                raise RuntimeError("it ended")
+            self.done = number
+
+        def result(self) -> dict[str, Any]:
+            return {"rounds": self.done}
+
+    sides = {"plain": Side("plain", 2), "ours": Side("ours", 3), "in-tree": Side("in-tree", 99, 2)}
+    found = load_points.measure_in_turn(sides, 12)
+    assert order[:6] == [(name, k) for k in (0, 1) for name in sides]
+    assert found["plain"] == found["ours"] == {"rounds": 4}
+    assert str(found["in-tree"]) == "it ended" and ("in-tree", 3) not in order
 
 
 def test_no_more_rounds_than_allowed_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +329,24 @@ def test_one_server_per_system_measures_what_it_can() -> None:
     assert load.switches(in_tree)["SGLANG_DFLASH"] == "off"
 
 
+def test_each_point_is_measured_on_all_systems_in_turn() -> None:
+    asked = "--systems ours-16 ours plain --requests 8 256 --profiles accept2 accept8"
+    options = load.parse(shlex.split(asked))
+    plain, fixed, auto = load.starts_of(options)
+    missing = {start: start.points(options.requests) for start in (plain, fixed, auto)}
+    groups = [
+        {start.system: place for start, place in group.items()} for group in load.groups_of(missing)
+    ]
+    assert groups == [
+        {"plain": (None, 8), "ours-16": ("accept2", 8), "ours": ("accept2", 8)},
+        {"ours-16": ("accept8", 8), "ours": ("accept8", 8)},
+        {"plain": (None, 256), "ours": ("accept2", 256)},
+        {"ours": ("accept8", 256)},
+    ]
+    # alone, it has its points all the same
+    assert list(load.groups_of({plain: [(None, 8)]})) == [{plain: (None, 8)}]
+
+
 def test_another_system_than_asked_for_is_not_measured() -> None:
     ours, other = ({"internal_states": [state]} for state in ({"sglang_dflash": {}}, {}))
     load.check_system("ours-16", ours)
@@ -301,8 +368,9 @@ def test_questions_are_asked_at_each_temperature(
     rounds = Rounds(200.0)
     monkeypatch.setattr(load_windows, "run_round", rounds.run)
     questions = load_points.Questions([[1], [2]])
+    options = load.parse(["--out", "x"])
     for profile, _ in auto.points([8]):
-        load_points.measure(idle(rounds), profile, 2, 320, questions, load.parse(["--out", "x"]))
+        result_of(load_points.Point(idle(rounds), profile, 2, 320, questions, options), 2)
     assert rounds.temperatures == {0.0, 1.5}
     with pytest.raises(SystemExit):
         load.parse(["--temperatures", "1"])
