@@ -176,7 +176,7 @@ class Run:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.found = result_files.provenance(options.commit, hidden=("--into", "--prompts"))
+        self.found = result_files.provenance(options.commit, hidden=["--into"], named=["--prompts"])
         self.found |= {"model": Path(options.model_path).name, "prompt": options.prompt}
         self.found["tokens"] = [options.from_tokens, options.to_tokens]
         if options.prompts:

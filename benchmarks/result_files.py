@@ -46,11 +46,13 @@ def add_result_options(
         )
 
 
-def provenance(commit: str | None, *, hidden: Iterable[str] = ()) -> dict[str, Any]:
+def provenance(
+    commit: str | None, *, hidden: Iterable[str] = (), named: Iterable[str] = ()
+) -> dict[str, Any]:
     """Return what a reader needs to judge the numbers: command, commit, GPU and versions."""
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     return {
-        "command": recorded_command(("--out", "--logs", *hidden)),
+        "command": recorded_command(("--out", "--logs", *hidden), named),
         "commit": commit or git.stdout.strip() or None,
         "gpu": gpu_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
@@ -59,15 +61,19 @@ def provenance(commit: str | None, *, hidden: Iterable[str] = ()) -> dict[str, A
     }
 
 
-def recorded_command(hidden: Iterable[str] = ("--out", "--logs")) -> str:
-    """Return the command without the options that only name file locations."""
+def recorded_command(hidden: Iterable[str] = ("--out", "--logs"), named: Iterable[str] = ()) -> str:
+    """Return the command without the options that only say where files are, and their values. Of
+    those that are `named`, the values keep the names of their files."""
     module = sys.modules["__main__"].__spec__
     kept = ["-m", module.name] if module else [short_path(sys.argv[0])]
-    skip = False
+    option = ""
     for word in sys.argv[1:]:
-        if not skip and word not in hidden:
+        if word.startswith("--"):
+            option = word.partition("=")[0]
+        if option in named and word != option:
+            kept.append(Path(word).name)
+        elif option not in hidden:
             kept.append(short_path(word))
-        skip = word in hidden
     return " ".join(["python", *kept])
 
 

@@ -246,6 +246,14 @@ def test_the_recorded_command_can_be_run_again(
     assert result_files.recorded_command() == "python benchmarks/kernels.py"
 
 
+def test_no_folder_is_recorded_in_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = "--prompts my/a.jsonl my/b.jsonl --data my/tasks --requests 1 8 --logs=my/logs"
+    monkeypatch.setattr("sys.argv", ["program", *asked.split()])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    found = result_files.recorded_command(["--data", "--logs"], ["--prompts"])
+    assert found == "python program --prompts a.jsonl b.jsonl --requests 1 8"
+
+
 def test_serving_needs_nothing_of_this_package_but_the_harness() -> None:
     """Another SGLang release is measured in an environment that cannot import the rest."""
     program = (
