@@ -35,10 +35,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shlex
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +56,16 @@ from benchmarks import (
 )
 from benchmarks.load_points import Point, Questions, RandomPrompts, Text, measure_in_turn
 from benchmarks.load_report import draw, report
+from benchmarks.load_servers import (
+    FIXED_MOST,
+    Place,
+    Start,
+    check_system,
+    groups_of,
+    server_command,
+    starts_of,
+    switches,
+)
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import tiny_drafter, tiny_target
@@ -68,37 +76,9 @@ SHAPES = ROOT / "benchmarks" / "shapes"
 REQUESTS = (1, 4, 8, 16, 32, 64, 128, 256)
 PROFILES = ("accept2", "accept4.2", "accept6", "accept8", "accept2+accept8", "recorded", "accept1")
 SYSTEMS = ("plain", "ours-16", "ours")
-AUTOMATIC = ("ours", "ours-uniform")
-FIXED_MOST = 128  # requests: graphs of whole blocks take the memory of 16 rows each
 START_S = 80.0  # estimates: to start a server, and around the windows of a point
 AROUND_S = 5.0
 PART = re.compile(r"recorded|accept\d+(\.\d+)?")
-
-
-Place = tuple[str | None, int]  # a profile, or None, and a number of requests
-
-
-class Start(NamedTuple):
-    """One server to start. `length` is the accept length that SGLang's DFLASH simulates."""
-
-    system: str
-    profiles: tuple[str | None, ...]
-    length: float = 0.0
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether each step verifies the same number of rows per request."""
-        return self.system not in ("plain", *AUTOMATIC)
-
-    def points(self, sizes: list[int]) -> list[Place]:
-        """Return the profiles and numbers of requests to measure."""
-        return [
-            (profile, n)
-            for profile in self.profiles
-            for n in sorted(sizes)
-            # a mixture needs a request of each kind
-            if n >= len((profile or "").split("+")) and not (self.is_fixed and n > FIXED_MOST)
-        ]
 
 
 class Ready(NamedTuple):
@@ -106,21 +86,6 @@ class Ready(NamedTuple):
 
     server: ServerProcess
     info: dict[str, Any]
-
-
-def groups_of(missing: dict[Start, list[Place]]) -> Iterator[dict[Start, Place]]:
-    """Yield what to measure together: the same of every system, profile by profile, because the
-    automatic width has to learn them. Plain decoding, without one, has its turn with the first."""
-    every = [place for places in missing.values() for place in places]
-    left = {start: set(places) for start, places in missing.items()}
-    for profile, n in dict.fromkeys(sorted(every, key=lambda place: place[0] is None)):
-        group = {}
-        for start, places in left.items():
-            for place in ({(profile, n), (None, n)}) & places:
-                places.remove(place)
-                group[start] = place
-        if group:
-            yield group
 
 
 def system_name(word: str) -> str:
@@ -138,37 +103,6 @@ def profile_name(word: str) -> str:
     raise argparse.ArgumentTypeError(
         f"{word!r} is not recorded, acceptLENGTH such as accept4.2, or several of these joined by +"
     )
-
-
-def starts_of(options: argparse.Namespace) -> list[Start]:
-    """Return the servers to start, plain decoding first: the others are compared with it."""
-    names = sorted(dict.fromkeys(options.systems), key=lambda name: name != "plain")
-    profiles = tuple(options.profiles)
-    plain = profiles if options.prompts else (None,)
-    found = [Start(name, plain if name == "plain" else profiles) for name in names]
-    return found + [
-        Start("in-tree", (f"accept{length:g}",), length) for length in options.in_tree or ()
-    ]
-
-
-def switches(start: Start, *, simulates: bool = True) -> dict[str, str]:
-    """Return the environment variables that select a system."""
-    found = systems.switches(start.system, start.length)
-    if start.length:
-        found["SGLANG_SIMULATE_ACC_TOKEN_MODE"] = "real-draft-token"
-    if simulates and start.system.startswith("ours"):
-        found["SGLANG_DFLASH_DRAW_ACCEPTANCE"] = "1"
-    return found
-
-
-def server_command(start: Start, running: int, options: argparse.Namespace) -> list[str]:
-    command = systems.server_command(start.system, options, systems.BLOCK_SIZE)
-    command += [*load_windows.LOG_ARGS, "--max-running-requests", str(running)]
-    # the automatic width has graphs by rows, and its own limit
-    if torch.cuda.is_available() and start.system not in AUTOMATIC:
-        command += ["--cuda-graph-max-bs-decode", str(running)]
-    own = shlex.split(options.ours_args) if start.system in AUTOMATIC else []
-    return [*command, *options.server_args, *own]
 
 
 class Run:
@@ -338,17 +272,6 @@ class Run:
     def write(self, *, picture: bool) -> None:
         text = report(self.found)
         result_files.write(self.found, self.options.out, text, draw if picture else None)
-
-
-def check_system(system: str, info: dict[str, Any]) -> None:
-    """Refuse to measure another system than the one that was asked for."""
-    is_ours = "sglang_dflash" in info["internal_states"][0]
-    if is_ours != system.startswith("ours"):
-        serving = "sglang_dflash" if is_ours else "SGLang without sglang_dflash"
-        raise RuntimeError(
-            f"{system} was asked for, but {serving} answers. Check that sglang_dflash is installed "
-            "in this Python."
-        )
 
 
 def merge(found: dict[str, Any], path: Path) -> None:

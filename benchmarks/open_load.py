@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import requests
 import torch
 
-from benchmarks import ROOT, load, real_text, result_files, sharing, systems
+from benchmarks import ROOT, load, load_servers, real_text, result_files, sharing, systems
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import tiny_drafter, tiny_target
@@ -201,7 +201,7 @@ def measure(
 ) -> Iterable[dict[str, Any]]:
     """Measure a running server; yield what is known of its system after every point."""
     info = server.info()
-    load.check_system(system, info)
+    load_servers.check_system(system, info)
     result: dict[str, Any] = {"start_s": server.start_s, "points": []}
     result["attention"] = systems.backends_in_use(info)
     # kernels are built at their first use; all at once, so that batches are decoded, too

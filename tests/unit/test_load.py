@@ -1,125 +1,23 @@
-"""benchmarks/load.py without a server: request ids, windows and merging."""
+"""benchmarks/load.py without a server: what it measures where, request ids, rounds and merging."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import load, load_points, load_report, load_windows
-from benchmarks.load_windows import Lap, Stretch, Window
+from benchmarks import load, load_points, load_report, load_servers, load_windows
+from benchmarks.load_windows import Lap
 from sglang_dflash.simulate import DrawnAcceptance
-
-PLAIN_LINE = (
-    "[2026-01-01 00:00:00] Decode batch, #running-req: 4, #full token: 128, token usage: 0.01, "
-    "cuda graph: True, gen throughput (token/s): 200.00, #queue-req: 0\n"
-)
-OUR_LINE = (
-    "[2026-01-01 00:00:00] Decode batch, #running-req: 2, #token: 8, token usage: 0.01, accept "
-    "len: 2.50, accept rate: 0.10, cpu graph: False, gen throughput (token/s): 40.00, #queue-req: 0"
-)
 
 
 def laps(*rates: float, running: int = 2, accept_length: float = 1.0) -> list[Lap]:
     """Return laps of four steps: with two requests in plain decoding, of 8 tokens."""
     return [Lap(running, rate, accept_length, True) for rate in rates]
-
-
-def test_laps_are_read_from_the_schedulers_lines() -> None:
-    found = load_windows.laps_in(f"Prefill batch, #running-req: 4\n{PLAIN_LINE}{OUR_LINE}")
-    assert found == [Lap(4, 200.0, 1.0, True), Lap(2, 40.0, 2.5, False)]
-    # four steps of four requests, and of two with 2.5 tokens each
-    assert [lap.seconds for lap in found] == [16 / 200, 20 / 40]
-
-
-def test_a_lap_that_may_hold_prefill_is_left_out() -> None:
-    ramp = laps(1.0, running=1) + laps(2.0, 8.0, 8.0)
-    assert load_windows.steady(ramp, 2) == range(2, 4)
-    assert load_windows.steady(ramp + laps(8.0, running=1) + laps(8.0), 2) == range(2, 4)
-    assert not load_windows.steady(laps(1.0, running=1), 2)
-    assert not load_windows.steady(ramp[:2], 2)
-
-
-def test_progress_counts_the_tokens_of_all_requests() -> None:
-    """Prefill's token; 2.5 of the first lap's steps, with one of two requests; 4 steps of both."""
-    ramp = laps(1.0, running=1) + laps(1.0, accept_length=2.0)
-    assert load_windows.progress(ramp, 2) == [1, 2.25, 10.25]
-    assert load_windows.has_reached(ramp, 2, 10.25)
-    assert not load_windows.has_reached(ramp, 2, 10.5)
-
-
-@pytest.mark.parametrize("accept_length", [1.0, 2.5, 5.0])
-def test_every_system_is_timed_over_the_same_tokens(accept_length: float) -> None:
-    """By time, the faster one would be timed at longer contexts."""
-    enough = laps(*[8.0] * 100, accept_length=accept_length)
-    found = load_windows.stretch_of(enough, 2, 32, 160)
-    assert found and not found.is_cut
-    # laps are whole: half of one may be missing or too much on either side
-    half = 2 * accept_length
-    assert abs(found.begin - 32) <= half and abs(found.end - 160) <= half
-    assert len(found.laps) == pytest.approx(128 / (4 * accept_length), abs=1)
-
-
-def test_a_round_that_ends_early_is_cut() -> None:
-    early = laps(*[8.0] * 20) + laps(8.0, running=1) + laps(*[8.0] * 50)
-    found = load_windows.stretch_of(early, 2, 32, 160)
-    # 1 + 2.5 + 4 * 19 tokens before a request ended
-    assert found and found.is_cut and found.end == 79.5
-    assert load_windows.stretch_of(early[:1], 2, 32, 160) is None
-    # no lap's middle lies in between: the last steady one
-    coarse = laps(8.0, 8.0, 8.0, accept_length=16.0)
-    found = load_windows.stretch_of(coarse, 2, 20, 30)
-    assert found == Stretch((coarse[2],), 105.0, 169.0, is_cut=False)
-
-
-def test_a_small_pool_has_stretches_of_fewer_tokens() -> None:
-    """Requests ahead of the mean must not end inside of one."""
-    assert load_windows.tokens_between(320, 32, 160) == (32, 160)
-    assert load_windows.tokens_between(5000, 32, 160) == (32, 160)
-    assert load_windows.tokens_between(90, 32, 160) == (22, 45)
-
-
-def test_a_window_is_all_tokens_over_all_seconds() -> None:
-    """The mean of the laps' rates would count a short, fast lap like a long, slow one."""
-    slow = Stretch((Lap(2, 10.0, 5.0, True),), 30, 50, is_cut=False)
-    fast = Stretch((Lap(2, 40.0, 5.0, False), Lap(2, 40.0, 5.0, True)), 40, 80, is_cut=False)
-    # 40 tokens in 4 s and twice in 1 s, 12 steps; contexts of 140 and twice 160
-    assert Window.of([slow, fast], 100) == Window(
-        20.0, 6.0, step_ms=500.0, accept_length=5.0, graph=False, context=153.3, rounds=2
-    )
-    found = [Window.of([slow], 0), Window.of([fast], 0)]
-    assert load_windows.spread_of(found) == 3.0
-    assert load_windows.spread_of(found[:1]) is None
-
-
-class Served:
-    """A server whose log grows by one line per look."""
-
-    def __init__(self, lines: list[str]) -> None:
-        self._lines, self._looks = lines, 0
-
-    def log(self) -> str:
-        self._looks += 1
-        return "".join(self._lines[: self._looks])
-
-
-def test_waiting_ends_when_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_windows, "POLL_SECONDS", 0.0)
-    served: Any = Served([PLAIN_LINE] * 3 + [PLAIN_LINE.replace("req: 4", "req: 3")] * 9)
-    found = load_windows.wait_for_laps(served, 0, 4, Future(), lambda _: False)
-    assert found == [Lap(4, 200.0, 1.0, True)] * 3 + [Lap(3, 200.0, 1.0, True)]
-
-
-def test_waiting_ends_when_laps_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_windows, "POLL_SECONDS", 0.0)
-    served: Any = Served([PLAIN_LINE] * 9)
-    found = load_windows.wait_for_laps(served, 0, 4, Future(), lambda laps: len(laps) >= 5)
-    assert len(found) == 5
 
 
 class Rounds:
@@ -256,28 +154,6 @@ def test_a_point_says_when_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
         measured(Rounds(8.0, most=1), monkeypatch)
 
 
-def test_requests_that_never_run_together_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that cannot hold all would otherwise be measured with fewer."""
-    monkeypatch.setattr(load_windows, "POLL_SECONDS", 0.0)
-    served: Any = Served([PLAIN_LINE] * 200)
-    with pytest.raises(RuntimeError, match="5 requests never decoded together: 4 did at most"):
-        load_windows.wait_for_laps(served, 0, 5, Future(), lambda _: False)
-
-
-def info(tokens: int, sliding: int | None = None, longest: int = 10_000) -> dict[str, Any]:
-    usage = {"token_capacity": tokens, "token_capacity_swa": sliding}
-    return {"max_req_input_len": longest, "internal_states": [{"memory_usage": usage}]}
-
-
-def test_new_tokens_fit_into_the_pool() -> None:
-    assert load_windows.room_for(info(70_000), 1, 128, 2048) == 2048
-    assert load_windows.room_for(info(70_000), 256, 128, 2048) == 70_000 // 256 - 128 - 64
-    assert load_windows.room_for(info(10**6, sliding=70_000), 100, 128, 2048) == 700 - 128 - 64
-    assert load_windows.room_for(info(70_000, longest=400), 1, 128, 2048) == 400 - 128 - 64
-    with pytest.raises(RuntimeError, match=r"256 .* need a pool of 57344 tokens.* holds 40000"):
-        load_windows.room_for(info(40_000), 256, 128, 2048)
-
-
 def test_request_ids_name_profiles_and_never_repeat() -> None:
     assert load_points.rids_of("accept4.2", 1, 0) == ["accept4.2-accept4.2-1-0-0"]
     mixed = load_points.rids_of("accept2+accept8", 4, 1)
@@ -311,7 +187,7 @@ def test_one_server_per_system_measures_what_it_can() -> None:
     asked = "--systems ours-16 ours plain --requests 1 128 256 --profiles accept2 accept2+accept8"
     more = "--in-tree 4.2 --out x --mem-fraction-static 0.88"
     options = load.parse(shlex.split(f"{asked} {more}"))
-    plain, fixed, auto, in_tree = load.starts_of(options)
+    plain, fixed, auto, in_tree = load_servers.starts_of(options)
     sizes = options.requests
     assert plain.points(sizes) == [(None, 1), (None, 128), (None, 256)]
     both = ["accept2", "accept2+accept8"]
@@ -320,22 +196,27 @@ def test_one_server_per_system_measures_what_it_can() -> None:
     assert auto.points(sizes) == [("accept2", n) for n in sizes] + [(both[1], 128), (both[1], 256)]
     assert in_tree.points(sizes) == [("accept4.2", 1), ("accept4.2", 128)]
     assert options.server_args == ["--mem-fraction-static", "0.88"]
-    assert load.server_command(auto, 256, options)[-2:] == options.server_args
-    uniform = load.Start("ours-uniform", ("accept2",))
-    assert not uniform.is_fixed and load.switches(uniform)["SGLANG_DFLASH_WIDTH"] == "uniform"
-    widths = [load.switches(start).get("SGLANG_DFLASH_WIDTH") for start in (plain, fixed, auto)]
+    assert load_servers.server_command(auto, 256, options)[-2:] == options.server_args
+    uniform = load_servers.Start("ours-uniform", ("accept2",))
+    assert (
+        not uniform.is_fixed and load_servers.switches(uniform)["SGLANG_DFLASH_WIDTH"] == "uniform"
+    )
+    widths = [
+        load_servers.switches(start).get("SGLANG_DFLASH_WIDTH") for start in (plain, fixed, auto)
+    ]
     assert widths == [None, "16", "auto"]
-    assert load.switches(in_tree)["SGLANG_SIMULATE_ACC_LEN"] == "4.2"
-    assert load.switches(in_tree)["SGLANG_DFLASH"] == "off"
+    assert load_servers.switches(in_tree)["SGLANG_SIMULATE_ACC_LEN"] == "4.2"
+    assert load_servers.switches(in_tree)["SGLANG_DFLASH"] == "off"
 
 
 def test_each_point_is_measured_on_all_systems_in_turn() -> None:
     asked = "--systems ours-16 ours plain --requests 8 256 --profiles accept2 accept8"
     options = load.parse(shlex.split(asked))
-    plain, fixed, auto = load.starts_of(options)
+    plain, fixed, auto = load_servers.starts_of(options)
     missing = {start: start.points(options.requests) for start in (plain, fixed, auto)}
     groups = [
-        {start.system: place for start, place in group.items()} for group in load.groups_of(missing)
+        {start.system: place for start, place in group.items()}
+        for group in load_servers.groups_of(missing)
     ]
     assert groups == [
         {"plain": (None, 8), "ours-16": ("accept2", 8), "ours": ("accept2", 8)},
@@ -344,17 +225,17 @@ def test_each_point_is_measured_on_all_systems_in_turn() -> None:
         {"ours": ("accept8", 256)},
     ]
     # alone, it has its points all the same
-    assert list(load.groups_of({plain: [(None, 8)]})) == [{plain: (None, 8)}]
+    assert list(load_servers.groups_of({plain: [(None, 8)]})) == [{plain: (None, 8)}]
 
 
 def test_another_system_than_asked_for_is_not_measured() -> None:
     ours, other = ({"internal_states": [state]} for state in ({"sglang_dflash": {}}, {}))
-    load.check_system("ours-16", ours)
-    load.check_system("plain", other)
+    load_servers.check_system("ours-16", ours)
+    load_servers.check_system("plain", other)
     with pytest.raises(RuntimeError, match="ours was asked for, but SGLang without sglang_dflash"):
-        load.check_system("ours", other)
+        load_servers.check_system("ours", other)
     with pytest.raises(RuntimeError, match="in-tree was asked for, but sglang_dflash answers"):
-        load.check_system("in-tree", ours)
+        load_servers.check_system("in-tree", ours)
 
 
 def test_questions_are_asked_at_each_temperature(
@@ -362,7 +243,7 @@ def test_questions_are_asked_at_each_temperature(
 ) -> None:
     (tmp_path / "gsm8k.jsonl").write_text("")
     asked = ["--prompts", str(tmp_path / "gsm8k.jsonl"), "--temperatures", "0", "1.5"]
-    _, _, auto = load.starts_of(load.parse(asked))
+    _, _, auto = load_servers.starts_of(load.parse(asked))
     assert auto.points([8]) == [("gsm8k", 8), ("gsm8k@1.5", 8)]
     assert load_report.title_of("gsm8k@1.5") == "Real text, gsm8k, temperature 1.5"
     rounds = Rounds(200.0)
@@ -387,17 +268,17 @@ def test_two_rounds_in_turn_ask_the_same_questions() -> None:
 def test_real_text_is_not_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "gsm8k.jsonl").write_text("")
     options = load.parse(["--prompts", str(tmp_path / "gsm8k.jsonl"), "--requests", "8"])
-    plain, fixed, auto = load.starts_of(options)
+    plain, fixed, auto = load_servers.starts_of(options)
     assert plain.points([8]) == fixed.points([8]) == auto.points([8]) == [("gsm8k", 8)]
-    assert "SGLANG_DFLASH_DRAW_ACCEPTANCE" in load.switches(auto)
-    assert "SGLANG_DFLASH_DRAW_ACCEPTANCE" not in load.switches(auto, simulates=False)
+    assert "SGLANG_DFLASH_DRAW_ACCEPTANCE" in load_servers.switches(auto)
+    assert "SGLANG_DFLASH_DRAW_ACCEPTANCE" not in load_servers.switches(auto, simulates=False)
     with pytest.raises(SystemExit):
         load.parse(["--prompts", str(tmp_path / "gsm8k.jsonl"), "--in-tree", "4"])
     # there SGLang's DFLASH is a system like the others, which simulates no length
     asked = ["--prompts", str(tmp_path / "gsm8k.jsonl"), "--systems", "plain", "in-tree"]
-    _, in_tree = load.starts_of(load.parse(asked))
+    _, in_tree = load_servers.starts_of(load.parse(asked))
     assert in_tree.points([8]) == [("gsm8k", 8)]
-    found = load.switches(in_tree, simulates=False)
+    found = load_servers.switches(in_tree, simulates=False)
     assert found["SGLANG_DFLASH"] == "off" and "SGLANG_SIMULATE_ACC_LEN" not in found
     with pytest.raises(SystemExit):
         load.parse(["--systems", "plain", "in-tree"])
@@ -414,7 +295,7 @@ def test_a_later_call_measures_only_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     later = load.Run(load.parse([*arguments, "--into", str(path)]))
     assert later.options.out == path
-    plain, fixed, auto = load.starts_of(later.options)
+    plain, fixed, auto = load_servers.starts_of(later.options)
     assert later.missing(plain) == [(None, 64)]
     assert later.missing(fixed) == later.missing(auto) == [("accept8", 64)]
     assert later.estimate_s() == 3 * (load.START_S + 2 + load.AROUND_S)
