@@ -34,13 +34,13 @@ RUN = if $(PYTHON) -P -c '$(HAS_GPU)' 2>/dev/null; then python=$(PYTHON); \
   fi && $$python
 
 # a one-line error before anything is installed
-RIGHT_PYTHON := import platform, sys; \
+VERSION := import platform, sys; \
   sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)) and "$(PYTHON) is Python " + \
   platform.python_version() + ", this needs 3.11 or 3.12: make PYTHON=python3.12 ...")
-# gives up after 3 s, whatever hangs
-ANSWERS := import os, sys, threading, urllib.request; \
-  clock = threading.Timer(3, os._exit, [1]); clock.daemon = True; clock.start(); \
-  urllib.request.urlopen(sys.argv[1])
+RIGHT_PYTHON = if ! command -v $(PYTHON) >/dev/null; then \
+  echo "There is no $(PYTHON). Name a Python 3.11 or 3.12: make PYTHON=python3.12 ..."; exit 1; fi; \
+  $(PYTHON) -c '$(VERSION)'
+INSTALL = $(PYTHON) -m launch.install_cpu $(VENV) --sglang $(SGLANG) --torch-index $(TORCH_INDEX)
 
 .PHONY: demo chat test test-oldest test-long smoke lint venv venv-oldest environment release clean
 
@@ -57,7 +57,7 @@ chat:
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=15
 OLDEST_LOG := $(OLDEST_VENV)/install.log
 
-# both releases are installed at the same time: pip mostly waits, and uses one core
+# both releases are installed at the same time
 test:
 	@mkdir -p $(OLDEST_VENV)
 	@$(MAKE) --no-print-directory venv-oldest >$(OLDEST_LOG) 2>&1 & installing=$$!; \
@@ -88,29 +88,16 @@ lint: venv
 venv: $(VENV)/.installed
 	@:
 
-# torch and torchvision are pinned together; SGLang is installed without its own pins. setuptools is
-# pinned too: building with it, not in isolation, needs no network
 $(VENV)/.installed: requirements-cpu.txt $(REQUIREMENTS) pyproject.toml
-	@$(MAKE) --no-print-directory environment
-	$(BIN)/pip install --progress-bar on -r $(REQUIREMENTS)
-	$(BIN)/pip install --no-deps sglang==$(SGLANG)
-	$(BIN)/pip install --no-deps --no-build-isolation -e .
+	@$(RIGHT_PYTHON)
+	@$(INSTALL)
 	@touch $@
 
-# a CPU venv, even on a GPU machine, with torch's CPU wheels if their index is reachable
+# the part before the packages of PyPI: a CPU venv, even on a GPU machine, with torch's CPU wheels if
+# their index is reachable
 environment:
-	@command -v $(PYTHON) >/dev/null || \
-	  { echo "There is no $(PYTHON). Name a Python 3.11 or 3.12: make PYTHON=python3.12 ..."; exit 1; }
-	@$(PYTHON) -c '$(RIGHT_PYTHON)'
-	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	@printf '%s\n' '$(CURDIR)/sglang_dflash/glue/cpu/path' 'import sglang_dflash_cpu' > \
-	  $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/sglang_dflash_cpu.pth
-	@if ! $(BIN)/python -c '$(ANSWERS)' $(TORCH_INDEX)/torch/ 2>/dev/null; then \
-	  echo "$(TORCH_INDEX) does not answer: torch comes from where pip finds it"; \
-	elif ! $(BIN)/pip install --progress-bar on --no-deps --index-url $(TORCH_INDEX) \
-	  $$(grep -E '^torch(vision)?==' $(REQUIREMENTS)); then \
-	  echo "$(TORCH_INDEX) has no such torch: it comes from where pip finds it"; \
-	fi
+	@$(RIGHT_PYTHON)
+	@$(INSTALL) --only-torch
 
 # setuptools would add what an earlier build has left
 release: venv

@@ -14,11 +14,13 @@ import time
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
+from launch import install_cpu
 from sglang_dflash.glue import release
 from sglang_dflash.testing.server import ROOT
 
@@ -34,8 +36,8 @@ def pins(version: str) -> dict[str, str]:
 PINS = pins(release.NEWEST)
 
 
-def write_wheel(folder: Path, name: str, version: str) -> None:
-    """Write an empty wheel into its own folder of a simple index."""
+def write_wheel(folder: Path, name: str, version: str, *, script: str | None = None) -> None:
+    """Write a wheel into its own folder of a simple index: an empty one, or one with a program."""
     (folder / name).mkdir(parents=True)
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(folder / name / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
@@ -46,15 +48,22 @@ def write_wheel(folder: Path, name: str, version: str) -> None:
             f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         wheel.writestr(f"{info}/RECORD", "")
+        if script is not None:
+            program = zipfile.ZipInfo(f"{name}-{version}.data/scripts/{name}")
+            program.external_attr = 0o100755 << 16
+            wheel.writestr(program, script)
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of an index: `/cpu` has wheels of the pinned versions, `/old` has others."""
+    """The URL of indexes: `/cpu` has wheels of the pinned versions, `/old` has others, and `/tools`
+    has the uv of this environment."""
     folder = tmp_path_factory.mktemp("index")
     for name, version in PINS.items():
         write_wheel(folder / "cpu", name, f"{version}+cpu")
         write_wheel(folder / "old", name, "1.0.0+cpu")
+    own_uv = f'#!/bin/sh\nexec "{sys.prefix}/bin/uv" "$@"\n'
+    write_wheel(folder / "tools", *install_cpu.UV.split("=="), script=own_uv)
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *args: object) -> None:
@@ -69,16 +78,41 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.fixture(scope="module")
-def venv(tmp_path_factory: pytest.TempPathFactory, index: str) -> Path:
-    """An environment built from the complete index; making it again takes no time."""
-    folder = tmp_path_factory.mktemp("made") / "venv"
-    done = make(folder, f"{index}/cpu")
+@pytest.fixture(scope="module", params=["tools", "old"], ids=["uv", "pip"])
+def venv(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, index: str
+) -> Made:
+    """An environment built from the complete index, with uv or without; making it again takes no
+    time."""
+    if request.param == "tools" and not Path(sys.prefix, "bin", "uv").exists():
+        pytest.skip("this environment was made without uv")
+    made = Made(tmp_path_factory.mktemp("made") / "venv", f"{index}/{request.param}")
+    done = made.make(f"{index}/cpu")
     assert done.returncode == 0, done.stderr
-    return folder
+    has_uv = request.param == "tools"
+    assert (f"{install_cpu.UV} cannot be installed: pip installs" in done.stdout) != has_uv
+    assert ("Resolved 2 packages" in done.stderr) == has_uv
+    return made
 
 
-def make(venv: Path, index: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class Made:
+    folder: Path
+    # what pip asks for anything but torch
+    index: str
+
+    def make(self, torch_index: str) -> subprocess.CompletedProcess[str]:
+        return make(self.folder, torch_index, packages=self.index)
+
+    def installed(self) -> set[str]:
+        return {
+            path.name.removesuffix(".dist-info") for path in self.folder.rglob("torch*.dist-info")
+        }
+
+
+def make(
+    venv: Path, index: str, python: str = sys.executable, *, packages: str = "http://127.0.0.1:1"
+) -> subprocess.CompletedProcess[str]:
     """Run the part of `make venv` that comes before the PyPI packages."""
     # this machine's pip settings name other indexes
     # a make that runs this test would affect what is printed
@@ -87,15 +121,16 @@ def make(venv: Path, index: str, python: str = sys.executable) -> subprocess.Com
     return subprocess.run(
         ["make", "environment", f"VENV={venv}", f"PYTHON={python}", f"TORCH_INDEX={index}"],
         cwd=ROOT,
-        env={**env, "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+        env={
+            **env,
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "PIP_INDEX_URL": packages,
+        },
         capture_output=True,
         text=True,
         timeout=240,
     )
-
-
-def installed(venv: Path) -> set[str]:
-    return {path.name.removesuffix(".dist-info") for path in venv.rglob("torch*.dist-info")}
 
 
 def test_the_releases_are_those_that_the_package_serves() -> None:
@@ -118,19 +153,19 @@ def test_pip_installs_only_what_is_served() -> None:
     assert tuple(requirement.specifier.filter(around)) == release.SERVED
 
 
-def test_cpu_wheels_are_taken_where_their_index_answers(venv: Path) -> None:
-    assert installed(venv) == {f"{name}-{version}+cpu" for name, version in PINS.items()}
+def test_cpu_wheels_are_taken_where_their_index_answers(venv: Made) -> None:
+    assert venv.installed() == {f"{name}-{version}+cpu" for name, version in PINS.items()}
 
 
-def test_an_index_without_these_versions_leaves_torch_to_pip(venv: Path, index: str) -> None:
-    subprocess.run([venv / "bin" / "pip", "uninstall", "-y", *PINS], check=True)
-    done = make(venv, f"{index}/old")
+def test_an_index_without_these_versions_leaves_torch_to_pip(venv: Made, index: str) -> None:
+    subprocess.run([venv.folder / "bin" / "pip", "uninstall", "-y", *PINS], check=True)
+    done = venv.make(f"{index}/old")
     assert done.returncode == 0, done.stderr
     assert "has no such torch: it comes from where pip finds it" in done.stdout
-    assert installed(venv) == set()
+    assert venv.installed() == set()
 
 
-def test_a_host_that_says_nothing_is_waited_for_three_seconds(venv: Path) -> None:
+def test_a_host_that_says_nothing_is_waited_for_three_seconds(venv: Made) -> None:
     asked: list[float] = []
 
     def listen(server: socket.socket) -> None:
@@ -143,11 +178,41 @@ def test_a_host_that_says_nothing_is_waited_for_three_seconds(venv: Path) -> Non
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=listen, args=(server,), daemon=True)
         thread.start()
-        done = make(venv, f"http://127.0.0.1:{server.getsockname()[1]}")
+        done = venv.make(f"http://127.0.0.1:{server.getsockname()[1]}")
         thread.join(30)
     assert done.returncode == 0, done.stderr
     assert "does not answer: torch comes from where pip finds it" in done.stdout
     assert 1 < asked[0] < 6
+
+
+def test_uv_installs_as_pip_is_set_to() -> None:
+    """pip's indexes and certificates are often a company's: uv reads none of them itself."""
+    listed = """\
+global.extra-index-url='https://a/simple https://b/simple'
+global.find-links='/wheels'
+global.index-url='https://pypi.org/simple'
+install.index-url='https://mirror/simple'
+:env:.cert='/etc/ca.pem'
+:env:.find-links='/more/wheels'
+:env:.no-index='false'
+:env:.progress-bar='off'
+"""
+    settings = install_cpu.uv_settings(listed)
+    assert settings.unknown == []
+    assert settings.environment == {"SSL_CERT_FILE": "/etc/ca.pem"}
+    words = settings.options
+    assert sorted(zip(words[::2], words[1::2], strict=True)) == [
+        ("--default-index", "https://mirror/simple"),
+        ("--find-links", "/more/wheels"),
+        ("--index", "https://a/simple"),
+        ("--index", "https://b/simple"),
+    ]
+
+
+def test_a_setting_that_uv_lacks_leaves_it_to_pip() -> None:
+    """Ignored, it would install something else."""
+    settings = install_cpu.uv_settings("global.only-binary='numpy'\nglobal.quiet='1'\n")
+    assert settings.unknown == ["only-binary"]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +221,7 @@ def test_a_host_that_says_nothing_is_waited_for_three_seconds(venv: Path) -> Non
     ids=["as made", "told otherwise"],
 )
 def test_the_environment_serves_on_the_cpu_unless_told_otherwise(
-    venv: Path, mode: str | None, expected: list[object]
+    venv: Made, mode: str | None, expected: list[object]
 ) -> None:
     """With a GPU visible, the CPU stand-ins would be mixed with SGLang's GPU code."""
     script = (
@@ -169,7 +234,11 @@ def test_the_environment_serves_on_the_cpu_unless_told_otherwise(
     if mode is not None:
         env["SGLANG_USE_CPU_ENGINE"] = mode
     done = subprocess.run(
-        [venv / "bin" / "python", "-c", script], env=env, capture_output=True, text=True, check=True
+        [venv.folder / "bin" / "python", "-c", script],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert json.loads(done.stdout) == expected
     assert done.stderr == ""
@@ -241,10 +310,9 @@ def test_a_release_that_cannot_be_installed_fails_the_run(tools: Path) -> None:
     """It is installed beside the tests of the other, where its failure could go unseen."""
     oldest = tools / f"venv-{release.SERVED[0]}"
     (oldest / ".installed").unlink()
-    # where packages go
-    (oldest / "bin" / "python").write_text(f"#!/bin/sh\necho {tools}\n")
-    (oldest / "bin" / "pip").write_text("#!/bin/sh\necho no such package\nexit 1\n")
-    (oldest / "bin" / "pip").chmod(0o755)
+    for name in ("python", "pip"):
+        (oldest / "bin" / name).write_text("#!/bin/sh\necho no such package >&2\nexit 1\n")
+        (oldest / "bin" / name).chmod(0o755)
     done = make_test(tools)
     assert done.returncode != 0
     assert "no such package" in done.stdout
