@@ -41,3 +41,49 @@ def test_a_step_that_a_grammar_rejected_whole_is_not_metered(
     )
     request_end.finish_and_meter(lambda req, count: None, req, kept)
     assert book.meter.histogram == counted
+
+
+STOP = 7
+
+
+class Grammar:
+    """A grammar that has seen every token of the block."""
+
+    def __init__(self, *, ended: bool) -> None:
+        self._ended = ended
+
+    def is_terminated(self) -> bool:
+        return self._ended
+
+
+def finished(block: list[int], grammar: Grammar | None, max_new_tokens: int = 6) -> tuple[str, int]:
+    """Return how SGLang's own request ends with a block after two tokens: why, and its length."""
+    from sglang.srt.managers.schedule_batch import Req as RealReq
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    params = SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=[STOP])
+    params.normalize(None)
+    req = RealReq("a", "", [1], params, vocab_size=100)
+    req.grammar = grammar
+    req.output_ids.extend([2, 3, *block])
+    original = RealReq.update_finish_state
+    # without the plug-in's hook, if this process has it
+    original = getattr(original, "__wrapped__", original)
+    request_end.finish_token_by_token(original, req, len(block))
+    assert req.grammar is grammar
+    assert list(req.output_ids) == [2, 3, *block]
+    length = len(req.output_ids) if req.finished_len is None else req.finished_len
+    return type(req.finished_reason).__name__, length
+
+
+@pytest.mark.parametrize("grammar", [None, Grammar(ended=False), Grammar(ended=True)])
+def test_a_stop_counts_before_the_length_and_the_grammars_end(
+    book: Bookkeeping, grammar: Grammar | None
+) -> None:
+    """With a grammar, 0.5.17 once answered with the tokens after the stop, too."""
+    assert finished([4, STOP, 5, 6], grammar) == ("FINISH_MATCHED_TOKEN", 4)
+
+
+def test_a_grammar_ends_with_the_last_token_that_it_left(book: Bookkeeping) -> None:
+    assert finished([4, 5, 6], Grammar(ended=True), 99) == ("FINISH_MATCHED_TOKEN", 5)
+    assert finished([4, 5, 6], Grammar(ended=False), 4) == ("FINISH_LENGTH", 4)

@@ -20,6 +20,7 @@ REQ = changes.Fields(
     {
         "output_ids": "SGLang's stop check sees the tokens of a block one by one",
         "finished_len": "an answer ends at its first stop",
+        "grammar": "only the last token of a block can have ended it",
         "spec_num_cap_tokens": "SGLang's count of verified rows, under its own name",
         "spec_num_correct_drafts": "drafts after a stop are not counted",
         "spec_correct_drafts_histogram": "drafts after a stop are not counted",
@@ -70,26 +71,30 @@ def _uncount_after_stop(req: Any, num_correct: int, accepted: int) -> None:
 def finish_token_by_token(original: Any, req: Any, new_accepted_len: int = 1) -> None:
     """Run SGLang's own stop check on each new token in turn, up to the first that finishes it."""
     whole = (
-        new_accepted_len == 1
+        # a grammar that rejects a block whole leaves no token
+        new_accepted_len <= 1
         or req.finished()
-        # an abort applies to the whole request, and a grammar has already cut its block
+        # an abort applies to the whole request
         or req.to_finish is not None
-        or req.grammar is not None
         # no DFLASH in this process
         or not _meters
     )
     if whole:
         return original(req, new_accepted_len)
-    token_ids = REQ.edit(req, "output_ids")
+    token_ids, grammar = REQ.edit(req, "output_ids"), req.grammar
     block = token_ids[-new_accepted_len:]
     del token_ids[-new_accepted_len:]
     for position, token in enumerate(block):
         token_ids.append(token)
+        # a grammar has seen the block, and cut it after the token that ended it
+        is_last = position + 1 == len(block)
+        REQ.write(req, grammar=grammar if is_last else None)
         original(req, 1)
         if req.finished():
             if req.finished_len is None:
                 REQ.write(req, finished_len=len(token_ids))
             # the KV of the whole block is committed: tokens and KV must keep the same length
             token_ids.extend(block[position + 1 :])
-            return None
+            break
+    REQ.write(req, grammar=grammar)
     return None
