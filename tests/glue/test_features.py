@@ -154,6 +154,25 @@ def test_the_embedding_is_found_where_no_method_returns_it() -> None:
         input_embedding(nn.Identity())
 
 
+def test_a_drafter_shares_the_embedding_without_adapters() -> None:
+    """A wrapper for LoRA reads the adapters of the target's last batch, whose rows are others."""
+
+    class Adapted(compat.BaseLayerWithLoRA):
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.base_layer(ids) + 100
+
+    class Target(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed_tokens = Adapted(nn.Embedding(8, 4), lora_backend=None)
+
+    target = Target()
+    assert input_embedding(target) is target.embed_tokens.base_layer
+    # most classes have a method
+    Target.get_input_embeddings = lambda self: self.embed_tokens  # type: ignore[attr-defined]
+    assert input_embedding(target) is target.embed_tokens.base_layer
+
+
 def test_a_sum_that_the_next_layer_completes_is_not_taken_for_a_feature() -> None:
     """In 0.5.17 the output says so; later releases leave it in the batch, which completes it."""
     hidden = torch.ones(1, 2)

@@ -90,6 +90,14 @@ def test_a_parallel_head_says_which_tokens_it_holds(monkeypatch: pytest.MonkeyPa
     assert (found._start, found._size) == (64, 36)
 
 
+def test_drafting_takes_the_head_without_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper for LoRA does not say which tokens a rank holds, and adapts the target's rows."""
+    head = parallel_head(monkeypatch, rank=1, size=2)
+    found = draft_head(compat.BaseLayerWithLoRA(head, lora_backend=None))
+    assert found._head is head
+    assert (found._start, found._size) == (64, 36)
+
+
 def test_a_parallel_head_without_its_indices_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a rank's shard were taken for the whole vocabulary, it would give wrong token ids."""
     lm_head = parallel_head(monkeypatch, rank=1, size=2)

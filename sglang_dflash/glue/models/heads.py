@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sglang_dflash.glue import changes, compat
 from sglang_dflash.glue.cpu import products
+from sglang_dflash.glue.models.embedding import without_adapters
 from sglang_dflash.kernels import Noise, Ops
 from sglang_dflash.kernels.logits.reference import capped
 
@@ -24,7 +25,7 @@ class DraftHead:
     """
 
     def __init__(self, target_model: Any, vocab_size: int, ops: Ops) -> None:
-        head = target_model.lm_head
+        head = without_adapters(target_model.lm_head)
         _refuse_quantised(head)
         shard = _shard_of(head, vocab_size)
         self._head = head

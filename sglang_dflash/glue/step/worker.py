@@ -19,7 +19,7 @@ from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 from sglang_dflash.glue.after_step.request_end import count_steps_in
 from sglang_dflash.glue.models.dflash2_model import DFlash2DraftModel
 from sglang_dflash.glue.models.draft_model import DFlashDraftModel, tell_heads_of_each_rank
-from sglang_dflash.glue.models.embedding import input_embedding
+from sglang_dflash.glue.models.embedding import embed_all, input_embedding
 from sglang_dflash.glue.models.gemma4_layers import describe_layers, install_fused_layers
 from sglang_dflash.glue.models.verify_backend import (
     OURS,
@@ -385,14 +385,3 @@ def _simulation(config: DFlashConfig) -> SteadyAcceptance | DrawnAcceptance | No
         return DrawnAcceptance(config.block_size)
     length = config.simulated_accept_length
     return None if length is None else SteadyAcceptance(length)
-
-
-def embed_all(batch: Any, embed: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return embeddings of all prompt tokens; SGLang supplies them for some requests only."""
-    given = torch.tensor([req.input_embeds is not None for req in batch.reqs])
-    if given.all():
-        return batch.input_embeds
-    rows = embed(batch.input_ids).float()
-    is_given = given.repeat_interleave(torch.tensor(batch.extend_lens)).to(rows.device)
-    rows[is_given] = batch.input_embeds
-    return rows

@@ -155,7 +155,7 @@ SYMBOLS: dict[str, Symbol] = {
         takes=names("forward_batch in_capture"),
     ),
     # layers
-    "BaseLayerWithLoRA": Symbol("srt.lora.layers", "BaseLayerWithLoRA"),
+    "BaseLayerWithLoRA": Symbol("srt.lora.layers", "BaseLayerWithLoRA", attributes=("base_layer",)),
     "Gemma4DecoderLayer": Symbol(
         "srt.models.gemma4_causal",
         "Gemma4DecoderLayer",
