@@ -79,7 +79,7 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     "future_map": ("FutureMap",),
     "group": ("GroupCoordinator",),
     "self._group": ("GroupCoordinator",),
-    "host.target_result": ("GenerationBatchResult",),
+    "verified": ("GenerationBatchResult",),
     "info": ("SamplingBatchInfo",),
     "models/verify_backend.py:kind": ("AttentionType",),
     "models/draft_model.py:kind": ("AttentionType",),

@@ -368,12 +368,15 @@ class DFlashWorker(compat.BaseSpecWorker):
         )
         self.runtime.comparison.finish(commit)
         self.width.committed(commit)
+        verified = host.target_result
         return compat.GenerationBatchResult(
-            logits_output=host.target_result.logits_output,
+            logits_output=verified.logits_output,
             next_token_ids=commit.token_ids.flatten(),
             accept_lens=commit.lens,
             next_draft_input=DFlashState(commit.bonus, commit.new_lens),
-            can_run_cuda_graph=host.target_result.can_run_cuda_graph,
+            can_run_cuda_graph=verified.can_run_cuda_graph,
+            routed_experts_output=verified.routed_experts_output,
+            indexer_topk_output=verified.indexer_topk_output,
             speculative_num_draft_tokens=width,
             new_seq_lens=commit.new_lens,
             extra_keep_alive_refs=[host.verify_batch],

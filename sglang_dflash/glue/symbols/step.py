@@ -55,7 +55,8 @@ SYMBOLS: dict[str, Symbol] = {
         "GenerationBatchResult",
         names(
             """logits_output next_token_ids accept_lens next_draft_input can_run_cuda_graph
-            speculative_num_draft_tokens new_seq_lens extra_keep_alive_refs"""
+            speculative_num_draft_tokens new_seq_lens extra_keep_alive_refs
+            routed_experts_output indexer_topk_output"""
         ),
     ),
     "TpModelWorker": Symbol(
