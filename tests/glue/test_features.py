@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from sglang_dflash.glue import compat, seams
 from sglang_dflash.glue.models.embedding import input_embedding
-from sglang_dflash.glue.startup.feature_capture import configure_capture
+from sglang_dflash.glue.startup.feature_capture import (
+    configure_capture,
+    keep_hooks_out_of_graphs,
+)
 from sglang_dflash.glue.startup.feature_hooks import FeatureHooks, find_layers
 from sglang_dflash.glue.startup.recurrent_targets import recurrent_config
 from sglang_dflash.glue.startup.server_args import describe_target
@@ -54,6 +57,37 @@ def test_a_class_without_a_method_to_capture_features_passes(tmp_path: Path) -> 
     config = compat.get_config(str(tmp_path), trust_remote_code=False)
     config.architectures = ["GraniteForCausalLM"]
     assert describe_target(config, name="granite").delivers_last_layer
+
+
+def graphs(backend: str, *, asked: bool = False) -> Any:
+    """Return server arguments with this kind of prefill graphs, as asked for or by default."""
+    from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig
+
+    config = CudaGraphConfig()
+    config.prefill.backend = backend
+    locked = {("prefill", "backend")} if asked else {("decode", "bs")}
+    return SimpleNamespace(cuda_graph_config=config, _cuda_graph_config_locked=locked)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "left"),
+    [("GraniteForCausalLM", "disabled"), ("LlamaForCausalLM", "breakable")],
+)
+def test_hooks_turn_prefill_graphs_off(architecture: str, left: str) -> None:
+    """SGLang captures the layers only: hooks would fill up while it captures, and be left out when
+    it replays. It is the default on a GPU."""
+    args = graphs("breakable")
+    decode = args.cuda_graph_config.decode.backend
+    keep_hooks_out_of_graphs(args, architecture)
+    assert args.cuda_graph_config.prefill.backend == left
+    assert args.cuda_graph_config.decode.backend == decode
+
+
+def test_prefill_graphs_that_hooks_cannot_be_in_are_refused() -> None:
+    with pytest.raises(ValueError, match="GraniteForCausalLM.*prefill graph .breakable, as asked"):
+        keep_hooks_out_of_graphs(graphs("breakable", asked=True), "GraniteForCausalLM")
+    keep_hooks_out_of_graphs(graphs("disabled", asked=True), "GraniteForCausalLM")
+    keep_hooks_out_of_graphs(graphs("breakable", asked=True), "LlamaForCausalLM")
 
 
 class Pair(nn.Module):

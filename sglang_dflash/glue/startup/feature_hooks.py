@@ -2,7 +2,9 @@
 
 Any decoder whose layers can be found. What a layer returns is not always the residual stream: the
 last addition may be left to the next layer, where it is fused with the norm. `seams` knows how each
-release hands it over. The hooks run whenever the layers do, so CUDA graphs contain what they add.
+release hands it over. The hooks run whenever the layers do, so CUDA graphs of the whole model
+contain what they add; graphs of the layers alone, as of a prefill, are turned off
+(`feature_capture.py`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from sglang_dflash.draft_backends import Place, choose_draft_backend
 from sglang_dflash.environment import DETERMINISTIC_PREFILL_ALIGN, Environment
 from sglang_dflash.glue import changes, compat, seams
 from sglang_dflash.glue.startup import width_args
-from sglang_dflash.glue.startup.feature_capture import captures_itself
+from sglang_dflash.glue.startup.feature_capture import captures_itself, keep_hooks_out_of_graphs
 from sglang_dflash.glue.startup.recurrent_targets import (
     refuse_other_states,
     refuse_release,
@@ -52,6 +52,7 @@ def handle_dflash(server_args: Any) -> None:
     )
     target_config = seams.model_config(server_args)
     target = target_spec(target_config)
+    keep_hooks_out_of_graphs(server_args, target.architecture)
     refuse_other_states(server_args, target_config)
     cfg.check_pair(drafter, target)
     folder = Path(server_args.speculative_draft_model_path)

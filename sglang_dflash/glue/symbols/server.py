@@ -42,7 +42,12 @@ SYMBOLS: dict[str, Symbol] = {
         tuple(SERVER_ARGS.split()),
     ),
     "PhaseConfig": Symbol(
-        "srt.model_executor.cuda_graph_config", "PhaseConfig", attributes=names("bs max_bs")
+        "srt.model_executor.cuda_graph_config",
+        "PhaseConfig",
+        attributes=names("backend bs max_bs"),
+    ),
+    "GraphBackend": Symbol(
+        "srt.model_executor.cuda_graph_config", "Backend", attributes=("DISABLED",)
     ),
     "Engine": Symbol("srt.entrypoints.engine", "Engine", attributes=names("generate shutdown")),
     "resolved_view": Symbol("srt.arg_groups.overrides", "resolved_view", order=("server_args",)),
