@@ -66,6 +66,7 @@ def handle_dflash(server_args: Any) -> None:
     _keep_drafter_unquantised(server_args)
     width_args.refuse_narrow_blocks(server_args)
     width_args.bound_requests(server_args)
+    _refuse_short_captures(server_args)
     if server_args.min_free_slots_delay is None:
         # SGLang waits for up to 4 free slots because its DFLASH prefill is expensive. Ours takes
         # only a few more launches than a plain one
@@ -260,6 +261,27 @@ def _refuse_endless_wait(server_args: Any) -> None:
             f"aligns prefill chunks to {cut} tokens, so a prompt longer than "
             f"--chunked-prefill-size {chunk} would wait forever. Set --chunked-prefill-size "
             f"{cut}, or {variable}={chunk}."
+        )
+
+
+def _refuse_short_captures(server_args: Any) -> None:
+    """Refuse what SGLang captures per token for clients, if a verify pass has more tokens than it
+    keeps room for: it does not count drafts."""
+    asked = {
+        "--enable-return-routed-experts": server_args.enable_return_routed_experts,
+        "--enable-return-indexer-topk": server_args.enable_return_indexer_topk,
+    }
+    named = [name for name, given in asked.items() if given]
+    running, chunk = server_args.max_running_requests, server_args.chunked_prefill_size or 0
+    adapts = _device_type(server_args) == "cuda" and width_args.why_one_width(server_args) is None
+    # passes of any width stay within the largest graph
+    blocks = server_args.cuda_graph_config.decode.max_bs if adapts else running
+    rows = blocks * server_args.speculative_num_draft_tokens
+    if named and max(chunk, running) < rows:
+        raise ValueError(
+            f"{' and '.join(named)}: with --chunked-prefill-size {chunk} SGLang has room for "
+            f"{max(chunk, running)} tokens of a step, but a verify pass may have {rows}. Pass "
+            f"--chunked-prefill-size {rows} or more."
         )
 
 

@@ -19,6 +19,7 @@ SERVER_ARGS = """
     speculative_algorithm quantization min_free_slots_delay model_path host port attention_backend
     chunked_prefill_size enable_deterministic_inference enable_dp_attention grammar_backend
     decode_log_interval cuda_graph_config disable_cuda_graph_padding enable_two_batch_overlap
+    enable_return_routed_experts enable_return_indexer_topk
     enable_lora tp_size nnodes dist_init_addr disaggregation_decode_enable_offload_kvcache
     kv_cache_dtype
 """
