@@ -5,7 +5,7 @@
     python launch/demo.py --tiny    # the embedded toy pair, which needs no download
     python launch/demo.py --model-path M --draft-model-path D    # a pair of your own
 
-The pair is SmolLM2-135M-Instruct, downloaded once (93 MB), and the drafter in this package; with
+The pair is SmolLM2-135M-Instruct, downloaded once (93 MB), and the drafter in this repository; with
 --tiny, or if the download fails, it is the embedded toy pair. Two servers, with and without
 speculation, answer each question in turn, so that neither slows the other; on a GPU if torch can
 use one.
