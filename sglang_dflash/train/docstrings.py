@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
@@ -36,8 +37,14 @@ def sources(path: Path) -> Iterator[str]:
     else:
         raise SystemExit(f"{path} is neither a wheel nor a folder. Pass one of them.")
     for name, content in found:
-        if "test" not in name:
+        if not is_test(PurePath(name)):
             yield content.decode("utf-8", errors="replace")
+
+
+def is_test(path: PurePath) -> bool:
+    """Return whether a source is a test, or belongs to tests, by the names that pytest knows."""
+    is_named_so = any(path.match(name) for name in ("test_*.py", "*_test.py", "conftest.py"))
+    return is_named_so or not {"test", "tests"}.isdisjoint(path.with_suffix("").parts)
 
 
 def functions(source: str) -> Iterator[tuple[str, str]]:
@@ -46,7 +53,8 @@ def functions(source: str) -> Iterator[tuple[str, str]]:
         module = ast.parse(source)
     except SyntaxError:
         return
-    lines = source.splitlines()
+    # as Python counts them: str.splitlines also splits at form feeds and Unicode's separators
+    lines = re.split(r"\r\n|\r|\n", source)
     for node in module.body:
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
             continue
@@ -74,7 +82,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSONL for train --prompts")
     options = parser.parse_args()
     lines = [json.dumps(row) for row in make_prompts(options.packages)]
-    options.out.write_text("".join(f"{line}\n" for line in lines))
+    try:
+        options.out.write_text("".join(f"{line}\n" for line in lines))
+    except OSError as error:
+        raise SystemExit(
+            f"--out {options.out} cannot be written ({error.strerror}). Pass a file in a folder "
+            "that exists."
+        ) from None
     print(f"{len(lines)} prompts in {options.out}")
 
 
