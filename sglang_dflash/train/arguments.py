@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -84,7 +85,7 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
     add(
         "--share",
         default="1/1",
-        help="K/N: answer only every N-th question, starting with the K-th; N parallel runs, "
+        help="K/N: answer only every N-th prompt, starting with the K-th; N parallel runs, "
         "each with its own --out, keep a GPU busier than one, and --answers takes the files "
         "of all of them",
     )
@@ -155,13 +156,16 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--labels",
         choices=("soft", "hard"),
         default=TrainConfig.labels,
-        help="the target's distribution at each token, or only the token it generated",
+        help="soft: the target's distribution at each token; hard: only the token it generated; "
+        f"default {TrainConfig.labels}",
     )
     add(
         "--loss",
         choices=("decay", "dpace"),
         default=TrainConfig.loss,
-        help="how the positions of a block are weighted",
+        help="weight of a position in its block; dpace: the number of drafts expected to be "
+        "accepted from there on (D-PACE); decay: falls exponentially, see --gamma; default "
+        f"{TrainConfig.loss}",
     )
     add(
         "--gamma",
@@ -201,19 +205,25 @@ def read_temperatures(texts: list[str]) -> dict[float, float]:
     """Return temperature -> share from TEMPERATURE or TEMPERATURE:SHARE."""
     found: dict[float, float] = {}
     for text in texts:
-        temperature, _, share = text.partition(":")
+        first, _, second = text.partition(":")
         try:
-            found[float(temperature)] = float(share or 1)
+            temperature, share = float(first), float(second or 1)
         except ValueError:
             raise ValueError(
                 f"--temperatures has {text!r}. Write TEMPERATURE or TEMPERATURE:SHARE, "
                 "for example 0:50 0.7:25 1:25."
             ) from None
-    if min(found) < 0 or min(found.values()) < 0 or not sum(found.values()):
-        raise ValueError(
-            f"--temperatures is {' '.join(texts)}. Temperatures and shares must not be negative, "
-            "and one share must be above 0."
-        )
+        if not (0 <= temperature < math.inf and 0 < share < math.inf):
+            raise ValueError(
+                f"--temperatures has {text!r}. Pass a finite temperature of 0 or more, and a "
+                "finite share above 0."
+            )
+        if temperature in found:
+            raise ValueError(
+                f"--temperatures has {text!r}, but temperature {temperature:g} was already given. "
+                "Pass each temperature once."
+            )
+        found[temperature] = share
     return found
 
 

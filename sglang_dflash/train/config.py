@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,20 @@ LEAST = {
     "evaluate_tokens": 2,
     "engine_rows": 1,
 }
+
+# times, rates and the number of steps
+ABOVE_ZERO = (
+    "steps",
+    "minutes",
+    "pause_after",
+    "answer_minutes",
+    "checkpoint_every",
+    "learning_rate",
+    "gamma",
+)
+
+# `acceptance.sample_at` shifts a seed by 32 bits, and torch's generator takes 63
+MAX_SEED = 2**31 - 1
 
 # --thinking -> enable_thinking of the chat template
 THINKING = {"on": True, "off": False, "default": None}
@@ -166,10 +181,12 @@ def check_config(config: TrainConfig) -> None:
             f"--tokens-per-batch {config.tokens_per_batch} cannot hold one sequence of "
             f"--max-length {config.max_length}. Raise the first or lower the second."
         )
-    for name in ("steps", "minutes", "pause_after", "answer_minutes"):
+    if not 0 <= config.seed <= MAX_SEED:
+        raise ValueError(f"--seed is {config.seed}. Pass 0 to {MAX_SEED}.")
+    for name in ABOVE_ZERO:
         value = getattr(config, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{flag(name)} is {value}. Pass more than 0.")
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{flag(name)} is {value}. Pass a finite number above 0.")
     if config.gamma is not None and config.loss != "decay":
         raise ValueError(
             f"--gamma {config.gamma:g} was given, but --loss {config.loss} has no such setting. "

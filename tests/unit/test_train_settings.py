@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.reference.model import FULL
+from sglang_dflash.train.acceptance import sample_at
 from sglang_dflash.train.answers import (
     Question,
     ask_transformers,
@@ -183,3 +184,62 @@ def test_questions_mix_temperatures_by_their_shares():
     assert {q.max_new_tokens for q in questions} == {38}
     share = sum(q.temperature == 0.7 for q in questions[100:]) / 1900
     assert share == pytest.approx(25 / 76, abs=0.04)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31, 2**32])
+def test_seeds_that_no_sampler_takes_are_refused(seed: int):
+    """If this broke, the evaluation at the end of a run would overflow."""
+    with pytest.raises(ValueError, match=f"--seed is {seed}. Pass 0 to 2147483647."):
+        configure("--seed", str(seed), device="cpu")
+    assert configure("--seed", str(2**31 - 1), device="cpu")[0].seed == 2**31 - 1
+    sample_at(1.0, seed=2**31 - 1)(torch.zeros(4), [0] * 9)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--learning-rate",
+        "--gamma",
+        "--checkpoint-every",
+        "--minutes",
+        "--pause-after",
+        "--answer-minutes",
+    ],
+)
+def test_numbers_that_are_not_above_zero_and_finite_are_refused(option: str, value: str):
+    """If this broke, a run would end in NaN, never end, or save after every step."""
+    with pytest.raises(ValueError, match=f"^{option} is {value}[.0]* Pass a finite number above 0"):
+        configure("--loss", "decay", f"{option}={value}", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("texts", "reason"),
+    [
+        (["nan"], "'nan'"),
+        (["inf:1"], "'inf:1'"),
+        (["-1:1"], "'-1:1'"),
+        (["0:1", "1:nan"], "'1:nan'"),
+        (["0:inf"], "'0:inf'"),
+        (["0:1", "1:0"], "'1:0'"),
+        (["1:-1"], "'1:-1'"),
+        (["hot"], "'hot'"),
+        (["0:50", "0.7:25", "0.0:25"], "'0.0:25', but temperature 0 was already given"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_temperatures_that_cannot_be_mixed_are_refused(texts: list[str], reason: str):
+    """If this broke, a share would be lost, or every question would have the same temperature."""
+    with pytest.raises(ValueError, match=f"^--temperatures has {reason}"):
+        read_temperatures(texts)
+
+
+def test_the_help_says_what_each_choice_means():
+    parser = argparse.ArgumentParser()
+    add_train_options(parser)
+    helps = {action.dest: str(action.help) for action in parser._actions}
+    for name, default in (("labels", "soft"), ("loss", "dpace")):
+        [choices] = [action.choices for action in parser._actions if action.dest == name]
+        assert all(f"{choice}: " in helps[name] for choice in choices or ()), helps[name]
+        assert helps[name].endswith(f"default {default}")
+    assert "answer only every N-th prompt, starting with the K-th" in helps["share"]
