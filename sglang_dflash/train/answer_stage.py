@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 from sglang_dflash.train import answers as store
 from sglang_dflash.train.config import TrainConfig
+from sglang_dflash.train.held_out import Split, prompt_key, split_answers
+from sglang_dflash.train.other_runs import Origin, origin_of, read_other_runs
 from sglang_dflash.train.prepare import Run, load_target
-from sglang_dflash.train.prompts import Prompts, read_prompts, sha256
+from sglang_dflash.train.prompts import Prompts, read_prompts
 
 # starts an engine that generates answers; injected, because only glue may import SGLang
 Engine = Callable[..., AbstractContextManager[store.Ask]]
@@ -26,50 +24,40 @@ ENGINE_GROUP = 2048
 TRANSFORMERS_GROUP = 64
 
 
-def collect_answers(run: Run, engine: Engine | None) -> dict[str, store.Answer]:
-    """Return the answers to train on, generating the missing ones."""
+def collect_answers(run: Run, engine: Engine | None) -> Split:
+    """Return the answers to train on and those held out, generating the missing ones."""
     config = run.config
-    commands: list[str] = []
     if config.answers:
-        found = store.read_answers(config.answers)
-        files, made_by, commands = _origin(config.answers)
+        found = read_other_runs(config, vocab_size=run.drafter.vocab_size)
+        origin = origin_of(config.answers)
     else:
         found = store.read_answers(store.answer_files(run.out), repair=True)
-        files, made_by = run.read("run.json")["files"], "an earlier call"
+        origin = _earlier_origin(run)
         if config.prompts:
-            files, made_by = generate_answers(run, engine, known=found)
+            origin = generate_answers(run, engine, known=found)
             found = store.read_answers(store.answer_files(run.out))
-    # with --share, one call's answers may be too few; they are joined later
-    if len(found) <= config.held_out and config.stop_after != "answers":
+    split = split_answers(found, prompts=config.held_out)
+    # with --share, one call's answers may be too few; they are joined later, and split again
+    only_answers = config.stop_after == "answers"
+    if not split.training and not only_answers:
         raise ValueError(
-            f"{len(found)} answers were found and --held-out is {config.held_out}: nothing is "
-            "left to train on. Pass more --prompts or --answers, or hold out fewer."
+            f"{len(found)} answers to {len(split.held_out)} prompts were found and --held-out is "
+            f"{config.held_out}: nothing is left to train on. Pass more --prompts or --answers, or "
+            "hold out fewer."
         )
-    _note_answers(run, found, files=files, made_by=made_by, commands=commands)
-    return found
+    _note_answers(run, found, origin=origin, left_out=0 if only_answers else split.left_out)
+    return split
 
 
-def _origin(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], str, list[str]]:
-    """Return the provenance of other runs' answers: prompt files, engines, and commands.
-
-    An answer file without a run.json beside it is listed as its own prompt file.
-    """
-    files: dict[str, dict[str, Any]] = {}
-    engines, commands = set(), dict[str, None]()
-    for path in paths:
-        beside = path.parent / "run.json"
-        run = json.loads(beside.read_text()) if beside.exists() else {}
-        named = run.get("files") or [{"name": path.name, "rows": "answers", "sha256": sha256(path)}]
-        files |= {file["sha256"]: file for file in named}
-        engines.add(run.get("answers", {}).get("engine", "another run"))
-        commands |= dict.fromkeys(run.get("commands", []))
-    return list(files.values()), " and ".join(sorted(engines)), list(commands)
+def _earlier_origin(run: Run) -> Origin:
+    """Return the origin that an earlier call has noted for the answers in the out folder."""
+    noted = run.read("run.json")
+    engine = noted["answers"].get("engine", "an earlier call")
+    return Origin(files=noted["files"], engine=engine, commands=[])
 
 
-def generate_answers(
-    run: Run, engine: Engine | None, *, known: dict[str, store.Answer]
-) -> tuple[list[dict[str, Any]], str]:
-    """Answer the prompts that have no answer yet; return the prompt files and the engine used."""
+def generate_answers(run: Run, engine: Engine | None, *, known: dict[str, store.Answer]) -> Origin:
+    """Answer the prompts that have no answer yet; return where all answers come from."""
     config = run.config
     prompts = read_prompts(
         config.prompts,
@@ -78,7 +66,24 @@ def generate_answers(
         max_length=config.max_length,
     )
     _check_held_out(config, prompts, known)
-    questions = store.make_questions(
+    kind = _choose_engine(run, engine)
+    missing = _missing_parts(_ask_each(prompts, config), kind, known)
+    print(
+        f"train: {len(prompts.token_ids)} prompts ({prompts.repeated} repeated and "
+        f"{prompts.too_long} too long left out), {sum(map(len, missing))} answers to generate with "
+        f"{kind}",
+        flush=True,
+    )
+    if missing:
+        seconds = config.answer_minutes * 60 if config.answer_minutes else None
+        with _start_engine(run, engine, kind) as ask:
+            store.answer_questions(missing, ask=ask, stop=run.stop, folder=run.out, seconds=seconds)
+    return Origin(files=[asdict(file) for file in prompts.files], engine=kind, commands=[])
+
+
+def _ask_each(prompts: Prompts, config: TrainConfig) -> list[store.Question]:
+    """Return this call's share of the questions."""
+    return store.make_questions(
         prompts.token_ids,
         held_out=config.held_out,
         temperatures=config.temperatures,
@@ -87,26 +92,22 @@ def generate_answers(
         max_length=config.max_length,
         seed=config.seed,
     )[config.share]
-    kind = config.engine
-    if kind == "auto":
-        kind = "sglang" if run.device.type == "cuda" and engine is not None else "transformers"
-    missing = _missing_parts(questions, kind, known)
-    print(
-        f"train: {len(prompts.token_ids)} prompts ({prompts.repeated} repeated and "
-        f"{prompts.too_long} too long left out), {sum(map(len, missing))} answers to generate with "
-        f"{kind}",
-        flush=True,
-    )
-    files = [asdict(file) for file in prompts.files]
-    if not missing:
-        return files, kind
-    seconds = config.answer_minutes * 60 if config.answer_minutes else None
-    write = partial(store.answer_questions, missing, stop=run.stop, folder=run.out, seconds=seconds)
+
+
+def _choose_engine(run: Run, engine: Engine | None) -> str:
+    if run.config.engine != "auto":
+        return run.config.engine
+    return "sglang" if run.device.type == "cuda" and engine is not None else "transformers"
+
+
+@contextmanager
+def _start_engine(run: Run, engine: Engine | None, kind: str) -> Iterator[store.Ask]:
+    """Run an engine that answers questions, until the context is left."""
+    config = run.config
     if kind == "transformers":
         target = load_target(run)
-        ask = store.ask_transformers(target, stop=run.stop, pad_id=run.pad_id, seed=config.seed)
-        write(ask=ask)
-        return files, kind
+        yield store.ask_transformers(target, stop=run.stop, pad_id=run.pad_id, seed=config.seed)
+        return
     if engine is None:
         raise ValueError("--engine sglang was asked for but SGLang is not installed here.")
     began = time.monotonic()
@@ -119,8 +120,7 @@ def generate_answers(
         attention_backend=config.attention_backend,
     ) as ask:
         print(f"train: engine ready after {time.monotonic() - began:.0f} s", flush=True)
-        write(ask=ask)
-    return files, kind
+        yield ask
 
 
 def _missing_parts(
@@ -139,7 +139,7 @@ def _missing_parts(
 def _check_held_out(config: TrainConfig, prompts: Prompts, known: dict[str, store.Answer]) -> None:
     """Raise ValueError if holding out leaves no prompts, before any answer is generated."""
     # prompts of earlier calls count, since their answers are trained on too
-    count = len(prompts.token_ids.keys() | {key.partition(".")[0] for key in known})
+    count = len(prompts.token_ids.keys() | set(map(prompt_key, known)))
     if count <= config.held_out:
         files = ", ".join(str(path) for path in config.prompts)
         raise ValueError(
@@ -150,30 +150,23 @@ def _check_held_out(config: TrainConfig, prompts: Prompts, known: dict[str, stor
 
 
 def _note_answers(
-    run: Run,
-    found: dict[str, store.Answer],
-    *,
-    files: list[dict[str, Any]],
-    made_by: str,
-    commands: list[str],
+    run: Run, found: dict[str, store.Answer], *, origin: Origin, left_out: int
 ) -> None:
-    values = run.read("run.json")
-    if made_by == "an earlier call":
-        made_by = values["answers"].get("engine", made_by)
-    values["files"] = files
-    values["answers"] = {
+    noted = {
         "count": len(found),
         "tokens": sum(len(answer.answer_ids) for answer in found.values()),
         "stopped": sum(answer.finish == "stop" for answer in found.values()),
         "held_out": run.config.held_out,
+        "left_out": left_out,
         "temperatures": _temperatures(found.values()),
-        "engine": made_by,
-        "commands": commands,
+        "engine": origin.engine,
+        "commands": origin.commands,
     }
-    run.write("run.json", values)
+    run.write("run.json", run.read("run.json") | {"files": origin.files, "answers": noted})
+    further = f"; {left_out} further answers to held-out prompts are left out" if left_out else ""
     print(
-        f"train: {values['answers']['count']} answers, {values['answers']['tokens']} tokens, "
-        f"{values['answers']['stopped']} ended on their own",
+        f"train: {noted['count']} answers, {noted['tokens']} tokens, {noted['stopped']} ended on "
+        f"their own{further}",
         flush=True,
     )
 

@@ -174,6 +174,8 @@ def read_answers(paths: Iterable[Path], *, repair: bool = False) -> dict[str, An
                     answer = _read_answer(line, path)
                     found[answer.key] = answer
                     lines.append(line)
+        except UnicodeDecodeError as error:
+            raise _not_answers(path, str(error)) from None
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             if not lines:
                 raise ValueError(
@@ -190,11 +192,16 @@ def _read_answer(line: str, path: Path) -> Answer:
         row = json.loads(line)
         ids = {name: array("i", row[name]) for name in ("prompt_ids", "answer_ids")}
         return Answer(**(row | ids))
-    except (KeyError, TypeError, json.JSONDecodeError):
-        raise ValueError(
-            f"{path} is not a file of answers: {line[:80]!r}. Pass files that `train` wrote, or "
-            "give the prompts with --prompts."
-        ) from None
+    # an id beyond 32 bits overflows its array
+    except (KeyError, TypeError, OverflowError, json.JSONDecodeError):
+        raise _not_answers(path, repr(line[:80])) from None
+
+
+def _not_answers(path: Path, found: str) -> ValueError:
+    return ValueError(
+        f"{path} is not a file of answers: {found}. Pass files that `train` wrote, or give the "
+        "prompts with --prompts."
+    )
 
 
 def ask_transformers(

@@ -30,14 +30,21 @@ def run_train(
     engine: Engine | None = None,
     stop: Stop,
 ) -> int:
-    """Run the requested stages that are not yet done; return 2 for invalid input."""
+    """Run the requested stages that are not yet done; return 2 if one of them cannot go on."""
     transformers_logging.disable_progress_bar()
     try:
-        run = prepare(options, invocation)
-        answers = collect_answers(run, engine)
-    except ValueError as error:
-        print(f"train: {error}", file=sys.stderr)
+        return _run_stages(options, invocation, engine=engine, stop=stop)
+    except (OSError, ValueError) as error:
+        # messages of libraries may have several lines
+        print(f"train: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
+
+
+def _run_stages(
+    options: argparse.Namespace, invocation: Invocation, *, engine: Engine | None, stop: Stop
+) -> int:
+    run = prepare(options, invocation)
+    answers = collect_answers(run, engine)
     config = run.config
     if config.stop_after == "answers":
         return 0
@@ -58,6 +65,6 @@ def run_train(
             return 0
     if config.stop_after == "train":
         return 0
-    evaluate_drafter(run, target, answers)
+    evaluate_drafter(run, target, answers.held_out)
     print(f"train: {run.out / 'drafter'} is ready", flush=True)
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -14,19 +14,19 @@ from sglang_dflash.train import answers as store
 from sglang_dflash.train.acceptance import Ideal, accept_length, histogram, sample_at
 from sglang_dflash.train.model_card import write_card
 from sglang_dflash.train.prepare import Run
+from sglang_dflash.train.records import read_progress
 
 # (temperature, how drafts are chosen) of each decoding run
 EVALUATED = ((0.0, "likeliest"), (1.0, "likeliest"), (1.0, "drawn"))
 
 
 def evaluate_drafter(
-    run: Run, target: PreTrainedModel, answers: dict[str, store.Answer]
+    run: Run, target: PreTrainedModel, held_out: Sequence[store.Answer]
 ) -> dict[str, Any]:
     """Measure the exported drafter in the real decoding loop and write its model card."""
     config = run.config
     drafter = Drafter.from_pretrained(run.out / "drafter", target.dtype).to(run.device)
-    keys = list(answers)[: min(config.held_out, config.evaluate_prompts)]
-    prompts = [answers[key].prompt_ids.tolist() for key in keys]
+    prompts = [answer.prompt_ids.tolist() for answer in held_out[: config.evaluate_prompts]]
     loops = [_decode(run, target, drafter, prompts, *how) for how in EVALUATED]
     scores = run.read("scores.json") | {
         "loops": loops,
@@ -36,7 +36,7 @@ def evaluate_drafter(
     }
     run.write("scores.json", scores)
     path = run.out / "progress.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = read_progress(path) if path.exists() else []
     card = write_card(
         config=drafter.config,
         run=run.read("run.json"),

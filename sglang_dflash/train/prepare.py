@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from sglang_dflash.reference.model import DrafterConfig
 from sglang_dflash.train.answers import answer_files
 from sglang_dflash.train.arguments import make_config
+from sglang_dflash.train.blocks import decoder_layers, linear_head
 from sglang_dflash.train.config import Invocation, TrainConfig, default_gamma
 from sglang_dflash.train.drafter_setup import (
     find_drafter,
@@ -25,6 +26,7 @@ from sglang_dflash.train.drafter_setup import (
 )
 from sglang_dflash.train.model_card import versions
 from sglang_dflash.train.prompts import check_template
+from sglang_dflash.train.records import read_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +57,7 @@ class Run:
         return torch.cuda.get_device_name() if self.device.type == "cuda" else "a CPU"
 
     def read(self, name: str) -> dict[str, Any]:
-        path = self.out / name
-        return json.loads(path.read_text()) if path.exists() else {}
+        return read_record(self.out / name)
 
     def write(self, name: str, values: dict[str, Any]) -> None:
         (self.out / name).write_text(json.dumps(values, indent=1) + "\n")
@@ -122,7 +123,7 @@ def _read_known(out: Path) -> dict[str, Any]:
     # a lone run.json is left by a call that failed a later check, and may be overwritten
     if not path.exists() or not any(path.exists() for path in outputs):
         return {}
-    return json.loads(path.read_text())
+    return read_record(path)
 
 
 def _claim(run: Run, known: dict[str, Any]) -> None:
@@ -145,7 +146,12 @@ def _claim(run: Run, known: dict[str, Any]) -> None:
         )
     if config.evaluate_only:
         return
-    run.out.mkdir(parents=True, exist_ok=True)
+    try:
+        run.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--out {run.out} cannot be made a folder ({error.strerror}). Pass another path."
+        ) from None
     command = "python -m sglang_dflash " + shlex.join(config.command_line)
     fresh = {
         "settings": settings,
@@ -158,11 +164,14 @@ def _claim(run: Run, known: dict[str, Any]) -> None:
 
 
 def load_target(run: Run) -> PreTrainedModel:
-    """Load the target frozen, in the dtype it will be served in."""
+    """Load the target frozen, in the dtype it will be served in; raise ValueError for a model whose
+    layers or head cannot be used for training."""
     dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
     target = AutoModelForCausalLM.from_pretrained(
         run.config.model_path, dtype=dtype, attn_implementation="sdpa"
     )
+    decoder_layers(target)
+    linear_head(target)
     # transformers hides the signature of `to`; nn.Module's own is typed
     weights: nn.Module = target
     weights.to(run.device).eval().requires_grad_(False)

@@ -62,7 +62,7 @@ def read_prompts(
         rows = 0
         for messages in read_messages(path):
             rows += 1
-            ids = encode_prompt(tokenizer, messages, thinking=thinking)
+            ids = _encode(tokenizer, messages, thinking=thinking, place=f"{path}, prompt {rows}")
             key = key_of(ids)
             too_long += len(ids) + _ROOM > max_length
             repeated += key in found
@@ -98,18 +98,45 @@ def check_template(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) ->
         )
 
 
+def _encode(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    *,
+    thinking: bool | None,
+    place: str,
+) -> list[int]:
+    try:
+        return encode_prompt(tokenizer, messages, thinking=thinking)
+    # a template is a program of the target's: it raises what it likes
+    except Exception as error:
+        raise ValueError(
+            f"{place}: the chat template of {tokenizer.name_or_path} cannot format it ({error}). "
+            "Remove or change this prompt."
+        ) from error
+
+
 def read_messages(path: Path) -> Iterator[list[dict[str, str]]]:
     """Yield the chats of one file, each ending with a user turn."""
     if not path.is_file():
         raise ValueError(f"--prompts names {path}, which is not a file.")
+    for number, line in enumerate(_read_lines(path), start=1):
+        if not line.strip():
+            continue
+        if path.suffix == ".txt":
+            yield [{"role": "user", "content": line.strip()}]
+        else:
+            yield _read_row(line, f"{path}, line {number}")
+
+
+def _read_lines(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            if path.suffix == ".txt":
-                yield [{"role": "user", "content": line.strip()}]
-            else:
-                yield _read_row(line, f"{path}, line {number}")
+        try:
+            yield from lines
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"--prompts names {path}, which is not UTF-8 text ({error}). Write one prompt per "
+                "line into it: JSON with `prompt` or `messages`, or text in a .txt."
+            ) from None
 
 
 def _read_row(line: str, place: str) -> list[dict[str, str]]:

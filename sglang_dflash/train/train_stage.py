@@ -15,11 +15,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from sglang_dflash.reference.model import Drafter, DrafterConfig
-from sglang_dflash.train.answers import Answer
 from sglang_dflash.train.batches import Batch, Batches, Example, collate
 from sglang_dflash.train.blocks import choose_attention
 from sglang_dflash.train.config import TrainConfig
+from sglang_dflash.train.held_out import Split
 from sglang_dflash.train.loss import DrafterLoss, Weighting, decay_weights, dpace_weights
+from sglang_dflash.train.records import read_progress
 from sglang_dflash.train.stop import Stop
 from sglang_dflash.train.trainer import Schedule, Trainer
 
@@ -34,53 +35,58 @@ def train_drafter(
     drafter_config: DrafterConfig,
     *,
     begin_with: Path | None,
-    answers: dict[str, Answer],
+    answers: Split,
     config: TrainConfig,
     pad_id: int,
     stop: Stop,
 ) -> bool:
     """Train a drafter into `config.out`; return False if it was paused or stopped."""
-    if begin_with:
-        drafter = Drafter.from_pretrained(begin_with).requires_grad_(True)
-    else:
-        torch.manual_seed(config.seed)
-        # initialised on the CPU, so that a seed gives the same weights on any device
-        drafter = Drafter(drafter_config)
-    trainer, loss_of = _start(target, drafter.to(target.device), config)
-    examples = [answer.example(config.max_length) for answer in answers.values()]
-    held_out, examples = examples[: config.held_out], examples[config.held_out :]
     multiple = GPU_MULTIPLE if target.device.type == "cuda" else 1
     batches = Batches(
-        # an answer of one token has no label
-        [e for e in examples if sum(e.answer_mask) > 1],
+        _training_examples(answers, config),
         tokens_per_batch=config.tokens_per_batch,
         pad_id=pad_id,
         seed=config.seed,
         multiple=multiple,
     )
+    held_out = [answer.example(config.max_length) for answer in answers.held_out]
+    drafter = _make_drafter(drafter_config, begin_with=begin_with, seed=config.seed)
+    trainer, loss_of = _start(target, drafter.to(target.device), config)
     monitor = _Monitor(
-        out=config.out,
+        config=config,
         batches=batches,
         loss_of=loss_of,
         held_out=_in_batches(held_out, config.tokens_per_batch, pad_id, multiple),
-        checkpoint_every=config.checkpoint_every * 60,
-        pause_after=config.pause_after * 60 if config.pause_after else None,
-        seed=config.seed,
         stop=stop,
     )
     monitor.resume(trainer)
-    parameters = sum(p.numel() for p in trainer.module.parameters())
-    print(
-        f"train: {len(batches.examples)} sequences in {len(batches.groups)} batches per epoch, "
-        f"{parameters / 1e6:.1f} M parameters, {loss_of.blocks} blocks per batch, attention "
-        f"{loss_of.attention}",
-        flush=True,
-    )
+    monitor.announce(trainer)
     with stop.let_finish("saving after this step; a second signal exits immediately"):
         with monitor:
             trainer.run(batches, loss_of=loss_of, after_step=monitor)
         monitor.save(trainer)
     return trainer.share >= 1 and not stop.asked
+
+
+def _training_examples(answers: Split, config: TrainConfig) -> list[Example]:
+    """Return the examples with a label: an answer of one token has none."""
+    examples = [answer.example(config.max_length) for answer in answers.training]
+    found = [example for example in examples if sum(example.answer_mask) > 1]
+    if not found:
+        raise ValueError(
+            f"none of the {len(examples)} answers to train on has two tokens within --max-length "
+            f"{config.max_length}, so there is nothing to draft. Pass longer answers, or raise "
+            "--max-length."
+        )
+    return found
+
+
+def _make_drafter(config: DrafterConfig, *, begin_with: Path | None, seed: int) -> Drafter:
+    """Return the drafter to train, on the CPU, so that a seed gives the same weights anywhere."""
+    if begin_with:
+        return Drafter.from_pretrained(begin_with).requires_grad_(True)
+    torch.manual_seed(seed)
+    return Drafter(config)
 
 
 def _start(
@@ -137,13 +143,10 @@ def _in_batches(
 class _Monitor:
     """After each step: progress bar, held-out evaluation, checkpoints, pause."""
 
-    out: Path
+    config: TrainConfig
     batches: Batches
     loss_of: DrafterLoss
     held_out: list[Batch]
-    checkpoint_every: float
-    pause_after: float | None
-    seed: int
     stop: Stop
 
     def __post_init__(self) -> None:
@@ -151,6 +154,24 @@ class _Monitor:
         self.estimate: float | None = None
         self.evaluated = -1
         self.sequences = 0
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.config.out / "checkpoint.pt"
+
+    @property
+    def progress(self) -> Path:
+        return self.config.out / "progress.jsonl"
+
+    def announce(self, trainer: Trainer) -> None:
+        """Print the size of what is about to be trained."""
+        parameters = sum(p.numel() for p in trainer.module.parameters())
+        print(
+            f"train: {len(self.batches.examples)} sequences in {len(self.batches.groups)} batches "
+            f"per epoch, {parameters / 1e6:.1f} M parameters, {self.loss_of.blocks} blocks per "
+            f"batch, attention {self.loss_of.attention}",
+            flush=True,
+        )
 
     def __enter__(self) -> None:
         # in percent, because the schedule may be limited by time
@@ -172,13 +193,16 @@ class _Monitor:
             self.evaluated = number
             self.evaluate(trainer)
         now = time.monotonic()
-        if now - self.saved > self.checkpoint_every:
+        if now - self.saved > self.config.checkpoint_every * 60:
             self.save(trainer)
         grown = 100 * trainer.share - self.bar.n
         if self.bar.update(grown):
             self._describe(trainer)
-        paused = self.pause_after is not None and now - self.began > self.pause_after
-        return paused or self.stop.asked is not None
+        return self._pauses(now) or self.stop.asked is not None
+
+    def _pauses(self, now: float) -> bool:
+        minutes = self.config.pause_after
+        return minutes is not None and now - self.began > minutes * 60
 
     def _describe(self, trainer: Trainer) -> None:
         rate = self.sequences / (time.monotonic() - self.began)
@@ -189,7 +213,7 @@ class _Monitor:
 
     def evaluate(self, trainer: Trainer) -> None:
         """Estimate the accept length on held-out answers, at fixed anchors, and log it."""
-        fixed = replace(self.loss_of, generator=torch.Generator().manual_seed(self.seed))
+        fixed = replace(self.loss_of, generator=torch.Generator().manual_seed(self.config.seed))
         counts = [fixed.acceptance(batch) for batch in self.held_out]
         self.estimate = sum(tokens for tokens, _ in counts) / max(1, sum(n for _, n in counts))
         row = {
@@ -200,16 +224,12 @@ class _Monitor:
             "learning_rate": trainer.rate,
             "estimate": self.estimate,
         }
-        with (self.out / "progress.jsonl").open("a") as file:
+        with self.progress.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
     def save(self, trainer: Trainer) -> None:
         """Write a checkpoint and export the drafter; raise instead if the loss is not finite."""
-        if trainer.losses and not torch.isfinite(trainer.losses[-1]):
-            raise RuntimeError(
-                f"The loss is {trainer.losses[-1].item()} at step {trainer.step}. Lower "
-                "--learning-rate and pass --resume: the last checkpoint was kept."
-            )
+        self._check_loss(trainer)
         state: dict[str, Any] = trainer.state() | {
             "generator": self.loss_of.generator.get_state(),
             "epoch": self.batches.epoch,
@@ -217,26 +237,38 @@ class _Monitor:
             "looked": self.evaluated,
         }
         # atomic: an interrupted write must not destroy the last checkpoint
-        partial = self.out / "checkpoint.partial"
+        partial = self.config.out / "checkpoint.partial"
         torch.save(state, partial)
-        partial.replace(self.out / "checkpoint.pt")
-        self.loss_of.drafter.save_pretrained(self.out / "drafter")
+        partial.replace(self.checkpoint)
+        self.loss_of.drafter.save_pretrained(self.config.out / "drafter")
         scores = {
             "step": trainer.step,
             "seconds": trainer.seconds,
             "share": trainer.share,
             "estimate": self.estimate,
         }
-        (self.out / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
+        (self.config.out / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
         self.saved = time.monotonic()
+
+    def _check_loss(self, trainer: Trainer) -> None:
+        if not trainer.losses or torch.isfinite(trainer.losses[-1]):
+            return
+        kept = "there is no checkpoint yet, so training begins again"
+        if self.checkpoint.exists():
+            kept = "the last checkpoint was kept"
+        raise ValueError(
+            f"the loss is {trainer.losses[-1].item()} at step {trainer.step}. Lower "
+            f"--learning-rate {self.config.learning_rate:g} and pass --resume: {kept}."
+        )
 
     def resume(self, trainer: Trainer) -> None:
         """Load the checkpoint in the out folder, if there is one."""
-        path = self.out / "checkpoint.pt"
-        if not path.exists():
-            (self.out / "progress.jsonl").unlink(missing_ok=True)
+        if not self.checkpoint.exists():
+            self.progress.unlink(missing_ok=True)
             return
-        state = torch.load(path, map_location=self.loss_of.target.device, weights_only=True)
+        state = torch.load(
+            self.checkpoint, map_location=self.loss_of.target.device, weights_only=True
+        )
         trainer.load(state)
         self.loss_of.generator.set_state(state["generator"].cpu())
         self.batches.seek(state["epoch"], state["index"])
@@ -246,8 +278,12 @@ class _Monitor:
 
     def _truncate_progress(self, step: int) -> None:
         # steps after the checkpoint will be repeated
-        path = self.out / "progress.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        if not self.progress.exists():
+            raise ValueError(
+                f"{self.progress} is missing, but {self.checkpoint} continues at step {step}. "
+                "Restore it, or create an empty file to continue without the progress so far."
+            )
+        rows = read_progress(self.progress)
         kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
-        path.write_text("".join(kept))
+        self.progress.write_text("".join(kept))
         self.estimate = rows[len(kept) - 1]["estimate"] if kept else None
