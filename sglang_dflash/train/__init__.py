@@ -2,6 +2,7 @@
 
     command                            the three stages in order
     answer_stage, prompts, answers     prompts in, the target's answers out
+    turns, follow_ups                  later turns of a talk
     other_runs, held_out               answers of other runs; prompts that are not trained on
     train_stage, trainer, loss         from answers to weights, with checkpoints
     evaluate_stage, acceptance         accept length in the real decoding loop, the model card

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 
 from sglang_dflash.train import answers as store
 from sglang_dflash.train.config import TrainConfig
-from sglang_dflash.train.held_out import Split, prompt_key, split_answers
+from sglang_dflash.train.held_out import Split, split_answers
 from sglang_dflash.train.other_runs import Origin, origin_of, read_other_runs
 from sglang_dflash.train.prepare import Run, load_target
 from sglang_dflash.train.prompts import Prompts, read_prompts
+from sglang_dflash.train.turns import Talks, Turn, is_later, prompt_key
 
 # starts an engine that generates answers; injected, because only glue may import SGLang
 Engine = Callable[..., AbstractContextManager[store.Ask]]
@@ -67,31 +69,70 @@ def generate_answers(run: Run, engine: Engine | None, *, known: dict[str, store.
     )
     _check_held_out(config, prompts, known)
     kind = _choose_engine(run, engine)
-    missing = _missing_parts(_ask_each(prompts, config), kind, known)
+    turns = _Turns(run, prompts, kind)
     print(
         f"train: {len(prompts.token_ids)} prompts ({prompts.repeated} repeated and "
-        f"{prompts.too_long} too long left out), {sum(map(len, missing))} answers to generate with "
-        f"{kind}",
+        f"{prompts.too_long} too long left out), {len(prompts.talks)} with later turns",
         flush=True,
     )
+    missing = turns.missing(known)
     if missing:
-        seconds = config.answer_minutes * 60 if config.answer_minutes else None
         with _start_engine(run, engine, kind) as ask:
-            store.answer_questions(missing, ask=ask, stop=run.stop, folder=run.out, seconds=seconds)
+            deadline = time.monotonic() + 60 * (config.answer_minutes or math.inf)
+            while missing and time.monotonic() < deadline:
+                left = deadline - time.monotonic()
+                store.answer_questions(
+                    missing, ask=ask, stop=run.stop, folder=run.out, seconds=left
+                )
+                missing = turns.missing(store.read_answers(store.answer_files(run.out)))
     return Origin(files=[asdict(file) for file in prompts.files], engine=kind, commands=[])
 
 
-def _ask_each(prompts: Prompts, config: TrainConfig) -> list[store.Question]:
-    """Return this call's share of the questions."""
-    return store.make_questions(
-        prompts.token_ids,
-        held_out=config.held_out,
-        temperatures=config.temperatures,
-        per_prompt=config.answers_per_prompt,
-        max_new_tokens=config.max_new_tokens,
-        max_length=config.max_length,
-        seed=config.seed,
-    )[config.share]
+class _Turns:
+    """What is left to ask in this call's share, turn by turn."""
+
+    def __init__(self, run: Run, prompts: Prompts, kind: str) -> None:
+        config = run.config
+        self._kind = kind
+        self._first = store.make_questions(
+            prompts.token_ids,
+            held_out=config.held_out,
+            temperatures=config.temperatures,
+            per_prompt=config.answers_per_prompt,
+            max_new_tokens=config.max_new_tokens,
+            max_length=config.max_length,
+            seed=config.seed,
+        )[config.share]
+        # a held-out prompt is asked once
+        held_out = set(list(prompts.token_ids)[: config.held_out])
+        self._talks = Talks(
+            chats={key: chat for key, chat in prompts.talks.items() if key not in held_out},
+            tokenizer=run.tokenizer,
+            thinking=config.enable_thinking,
+            max_new_tokens=config.max_new_tokens,
+            max_length=config.max_length,
+        )
+
+    def missing(self, known: Mapping[str, store.Answer]) -> list[list[store.Question]]:
+        """Return the unanswered questions of the first turn that has any, in parts that are
+        generated and written together; say how many they are."""
+        for number in range(self._talks.most_turns + 1):
+            turn = Turn(self._first)
+            if number:
+                turn = self._talks.ask_turn(number, self._first, known)
+            parts = _parts(turn.questions, self._kind)
+            # partition first, then drop answered questions: a resumed run has the same parts
+            left = [[q for q in part if q.key not in known] for part in parts]
+            left = [part for part in left if part]
+            if left:
+                ended = f" ({turn.unfinished} talks ended without a stop, {turn.too_long} too long)"
+                print(
+                    f"train: turn {number + 1}: {sum(map(len, left))} answers to generate with "
+                    f"{self._kind}{ended if number else ''}",
+                    flush=True,
+                )
+                return left
+        return []
 
 
 def _choose_engine(run: Run, engine: Engine | None) -> str:
@@ -123,17 +164,10 @@ def _start_engine(run: Run, engine: Engine | None, kind: str) -> Iterator[store.
         yield ask
 
 
-def _missing_parts(
-    questions: Sequence[store.Question], kind: str, known: dict[str, store.Answer]
-) -> list[list[store.Question]]:
-    """Return the unanswered questions, in parts that are generated and written together."""
+def _parts(questions: Sequence[store.Question], kind: str) -> list[list[store.Question]]:
     if kind == "transformers":
-        parts = store.in_batches(questions, group=TRANSFORMERS_GROUP, rows=store.ROWS)
-    else:
-        parts = store.in_groups(questions, ENGINE_GROUP)
-    # partition first, then drop answered questions: a resumed run has the same parts
-    missing = [[q for q in part if q.key not in known] for part in parts]
-    return [part for part in missing if part]
+        return store.in_batches(questions, group=TRANSFORMERS_GROUP, rows=store.ROWS)
+    return store.in_groups(questions, ENGINE_GROUP)
 
 
 def _check_held_out(config: TrainConfig, prompts: Prompts, known: dict[str, store.Answer]) -> None:
@@ -156,6 +190,7 @@ def _note_answers(
         "count": len(found),
         "tokens": sum(len(answer.answer_ids) for answer in found.values()),
         "stopped": sum(answer.finish == "stop" for answer in found.values()),
+        "later_turns": sum(map(is_later, found)),
         "held_out": run.config.held_out,
         "left_out": left_out,
         "temperatures": _temperatures(found.values()),
@@ -165,8 +200,8 @@ def _note_answers(
     run.write("run.json", run.read("run.json") | {"files": origin.files, "answers": noted})
     further = f"; {left_out} further answers to held-out prompts are left out" if left_out else ""
     print(
-        f"train: {noted['count']} answers, {noted['tokens']} tokens, {noted['stopped']} ended on "
-        f"their own{further}",
+        f"train: {noted['count']} answers ({noted['later_turns']} to later turns), "
+        f"{noted['tokens']} tokens, {noted['stopped']} ended on their own{further}",
         flush=True,
     )
 

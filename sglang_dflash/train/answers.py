@@ -117,14 +117,14 @@ def answer_questions(
     ask: Ask,
     stop: Collection[int],
     folder: Path,
-    seconds: float | None = None,
+    seconds: float,
 ) -> None:
     """Write an answer to every question to `folder`, part by part; stop early after `seconds`."""
     began, tokens = time.monotonic(), 0
     with tqdm(total=sum(map(len, parts)), desc="answers", unit=" prompts", mininterval=1) as bar:
         for part in parts:
-            if seconds is not None and time.monotonic() - began > seconds:
-                bar.write(f"answers: stopped after {seconds / 60:.1f} minutes, as requested")
+            if time.monotonic() - began > seconds:
+                bar.write("answers: stopped, because --answer-minutes are over")
                 return
             answers = []
             for question, ids in zip(part, ask(part), strict=True):

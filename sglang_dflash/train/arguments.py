@@ -51,8 +51,8 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         type=Path,
         nargs="+",
         default=TrainConfig.prompts,
-        help="JSONL with `prompt` or `messages` (up to the last user turn), or .txt with one "
-        "prompt per line",
+        help="JSONL with `prompt`, `messages` (up to the last user turn) or `turns` (of a user, "
+        "each asked after the answer to the one before), or .txt with one prompt per line",
     )
     add(
         "--answers",

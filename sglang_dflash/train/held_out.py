@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sglang_dflash.train.answers import Answer
+from sglang_dflash.train.turns import prompt_key
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,3 @@ def split_answers(answers: Mapping[str, Answer], *, prompts: int) -> Split:
     held_out = [min(group, key=lambda a: a.temperature) for group in groups[:prompts]]
     training = [answer for group in groups[prompts:] for answer in group]
     return Split(held_out, training, len(answers) - len(held_out) - len(training))
-
-
-def prompt_key(key: str) -> str:
-    """Return the prompt's part of an answer's key, PROMPT.N."""
-    return key.partition(".")[0]

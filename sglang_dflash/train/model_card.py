@@ -95,14 +95,16 @@ def _scores(scores: dict[str, Any]) -> str:
 def _data(run: dict[str, Any]) -> str:
     answers = run["answers"]
     left_out = answers.get("left_out", 0)
+    later = answers.get("later_turns", 0)
+    talks = f"; {later} are to later turns of a talk" if later else ""
     further = f" ({left_out} further answers to these prompts are left out)" if left_out else ""
     lines = [
         "## Data",
         "",
         f"{answers['count']} of the target's own answers ({answers['tokens']} tokens; "
-        f"{answers['stopped']} ended by themselves), of which {answers['held_out']} are held out "
-        f"with their prompts{further}. An endless loop at an answer's end is cut after {ROUNDS} "
-        f"rounds. Temperatures: {answers['temperatures']}. "
+        f"{answers['stopped']} ended by themselves{talks}). {answers['held_out']} are held out "
+        f"with their prompts{further}. An endless loop at an answer's end is cut after "
+        f"{ROUNDS} rounds. Temperatures: {answers['temperatures']}. "
         f"Thinking: {run['settings']['thinking']}. Made by: {answers['engine']}.",
         "",
         "| file | rows | sha256 |",

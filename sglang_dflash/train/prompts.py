@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # room for an answer, in tokens: shorter ones are not worth training on
-_ROOM = 16
+ROOM = 16
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,18 @@ class PromptFile:
 
 
 @dataclass(frozen=True)
+class Chat:
+    """Messages that end with a user turn, and further user turns, each to be asked after the
+    target's answer to the one before."""
+
+    messages: list[dict[str, str]]
+    later: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Prompts:
     token_ids: dict[str, list[int]]  # by key, sorted by key
+    talks: dict[str, Chat]  # by key: those with later turns
     files: list[PromptFile]
     too_long: int
     repeated: int
@@ -57,17 +67,23 @@ def read_prompts(
     """Return the distinct prompts that leave room for an answer."""
     check_template(tokenizer, thinking)
     found: dict[str, list[int]] = {}
+    talks: dict[str, Chat] = {}
     files, too_long, repeated = [], 0, 0
     for path in paths:
         rows = 0
-        for messages in read_messages(path):
+        for chat in read_chats(path):
             rows += 1
-            ids = _encode(tokenizer, messages, thinking=thinking, place=f"{path}, prompt {rows}")
+            place = f"{path}, prompt {rows}"
+            ids = encode_chat_so_far(tokenizer, chat.messages, thinking=thinking, place=place)
             key = key_of(ids)
-            too_long += len(ids) + _ROOM > max_length
-            repeated += key in found
-            if len(ids) + _ROOM <= max_length:
+            if len(ids) + ROOM > max_length:
+                too_long += 1
+            elif key in found:
+                repeated += 1
+            else:
                 found[key] = ids
+                if chat.later:
+                    talks[key] = chat
         if not rows:
             raise ValueError(
                 f"--prompts names {path}, which is empty. Write one prompt per line into it: JSON "
@@ -79,7 +95,7 @@ def read_prompts(
             f"{', '.join(map(str, paths))}: no prompt to answer ({too_long} are longer than "
             f"--max-length {max_length} allows). Pass more prompts or raise --max-length."
         )
-    return Prompts(dict(sorted(found.items())), files, too_long, repeated)
+    return Prompts(dict(sorted(found.items())), talks, files, too_long, repeated)
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> None:
@@ -98,13 +114,14 @@ def check_template(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) ->
         )
 
 
-def _encode(
+def encode_chat_so_far(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[dict[str, str]],
     *,
     thinking: bool | None,
     place: str,
 ) -> list[int]:
+    """Return the tokens of a prompt; raise ValueError if the template cannot format it."""
     try:
         return encode_prompt(tokenizer, messages, thinking=thinking)
     # a template is a program of the target's: it raises what it likes
@@ -116,14 +133,19 @@ def _encode(
 
 
 def read_messages(path: Path) -> Iterator[list[dict[str, str]]]:
-    """Yield the chats of one file, each ending with a user turn."""
+    """Yield the chats of one file as far as its first user turn that needs an answer."""
+    return (chat.messages for chat in read_chats(path))
+
+
+def read_chats(path: Path) -> Iterator[Chat]:
+    """Yield the chats of one file."""
     if not path.is_file():
         raise ValueError(f"--prompts names {path}, which is not a file.")
     for number, line in enumerate(_read_lines(path), start=1):
         if not line.strip():
             continue
         if path.suffix == ".txt":
-            yield [{"role": "user", "content": line.strip()}]
+            yield Chat([_user(line.strip())])
         else:
             yield _read_row(line, f"{path}, line {number}")
 
@@ -135,26 +157,47 @@ def _read_lines(path: Path) -> Iterator[str]:
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"--prompts names {path}, which is not UTF-8 text ({error}). Write one prompt per "
-                "line into it: JSON with `prompt` or `messages`, or text in a .txt."
+                "line into it: JSON with `prompt`, `messages` or `turns`, or text in a .txt."
             ) from None
 
 
-def _read_row(line: str, place: str) -> list[dict[str, str]]:
-    wanted = "Each line needs `prompt` (a string) or `messages` (a list of role and content)."
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _read_row(line: str, place: str) -> Chat:
+    wanted = (
+        "Each line needs `prompt` (a string), `messages` (a list of role and content) or `turns` "
+        "(the user's turns, as strings); `later` may add turns to the first two."
+    )
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place} is not JSON ({error}). {wanted}") from None
-    if isinstance(row, dict) and isinstance(row.get("prompt"), str):
-        return [{"role": "user", "content": row["prompt"]}]
-    messages = row.get("messages") if isinstance(row, dict) else None
+    found = sorted(row) if isinstance(row, dict) else type(row).__name__
+    refused = ValueError(f"{place} has {found}. {wanted}")
+    if not isinstance(row, dict):
+        raise refused
+    later = row.get("later", [])
+    if not _are_texts(later):
+        raise refused
+    if isinstance(row.get("prompt"), str):
+        return Chat([_user(row["prompt"])], tuple(later))
+    turns = row.get("turns")
+    if turns and _are_texts(turns):
+        first, *others = turns
+        return Chat([_user(first)], (*others, *later))
+    messages = row.get("messages")
     if not isinstance(messages, list) or not all(
         isinstance(m, dict) and "role" in m and isinstance(m.get("content"), str) for m in messages
     ):
-        found = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{place} has {found}. {wanted}")
+        raise refused
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
         raise ValueError(f"{place} has no user turn. {wanted}")
-    return messages
+    return Chat(messages, tuple(later))
+
+
+def _are_texts(found: object) -> bool:
+    return isinstance(found, list) and all(isinstance(text, str) for text in found)

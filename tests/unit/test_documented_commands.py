@@ -91,6 +91,9 @@ RUN_BY = {
         f"{TOLD}::test_make_release_packs_a_wheel_and_the_pairs"
     ),
     "python -m sglang_dflash.pairs.smollm2": f"{TOLD}::test_smollm2_is_converted_into_a_folder",
+    "python -m sglang_dflash.train.follow_ups": (
+        "tests/unit/test_train_turns.py::test_follow_ups_make_talks_of_questions"
+    ),
     "python -m sglang_dflash.train.docstrings": (
         "tests/unit/test_docstrings.py::test_a_wheel_gives_what_its_sources_give"
     ),
