@@ -7,6 +7,7 @@ Prompts come from the held-out split of the tiny pair's corpus.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,12 @@ from transformers import (
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs.tiny_corpus.corpus import draw_exchanges, sample_prompts
-from sglang_dflash.reference.generate import Generation, generate, generate_plain
+from sglang_dflash.reference.generate import (
+    Generation,
+    check_layer_ids,
+    generate,
+    generate_plain,
+)
 from sglang_dflash.reference.model import Drafter
 from sglang_dflash.testing.progress import Progress
 from sglang_dflash.train.acceptance import accept_length, histogram
@@ -97,7 +103,7 @@ def template_answers(prompts: Sequence[str], *, seed: int) -> dict[str, str]:
     raise AssertionError("draw_exchanges ended")
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--drafter", type=Path, required=True)
@@ -105,11 +111,44 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show", type=int, default=5, help="number of answers to print")
     parser.add_argument("--threads", type=int, default=2)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    for option in ("prompts", "threads"):
+        if getattr(args, option) < 1:
+            parser.error(f"--{option} {getattr(args, option)}: pass at least 1")
+    for option in ("target", "drafter"):
+        folder = getattr(args, option)
+        if not (folder / "config.json").is_file():
+            parser.error(f"--{option} {folder}: no such model. Pass a folder with a config.json")
+    return args
+
+
+def load(target: Path, drafter: Path) -> tuple[PreTrainedModel, Drafter, PreTrainedTokenizerBase]:
+    """Return the pair and the target's tokenizer; ValueError names the option that is wrong."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        tokenizer = AutoTokenizer.from_pretrained(target)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--target {target} cannot be loaded: {error}") from None
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"--target {target} has no chat template, so it cannot be asked: a drafter has none. "
+            "Pass the target's folder."
+        )
+    try:
+        drafts = Drafter.from_pretrained(drafter)
+        check_layer_ids(model, drafts.config.target_layer_ids)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"--drafter {drafter} cannot be loaded: {error}") from None
+    return model, drafts, tokenizer
+
+
+def main() -> None:
+    args = parse()
     torch.set_num_threads(args.threads)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
-    drafter = Drafter.from_pretrained(args.drafter)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    try:
+        target, drafter, tokenizer = load(args.target, args.drafter)
+    except ValueError as error:
+        sys.exit(f"evaluate_tiny: {error}")
     prompts = sample_prompts(args.prompts, seed=args.seed)
     result = evaluate(target, drafter, tokenizer=tokenizer, prompts=prompts)
     right = template_answers(prompts, seed=args.seed)

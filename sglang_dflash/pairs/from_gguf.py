@@ -9,7 +9,6 @@ result is the quantised model, not the original, and needs a drafter trained for
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -64,20 +63,59 @@ _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# what this program writes into a folder, which is all that it replaces
+FILES = frozenset(
+    ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+    + ("model.safetensors",)
+)
+# and into config.json: transformers would write more
+CONFIG = frozenset(
+    ("architectures", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size")
+    + ("intermediate_size", "max_position_embeddings", "model_type", "num_attention_heads")
+    + ("num_hidden_layers", "num_key_value_heads", "pad_token_id", "rms_norm_eps", "rope_theta")
+    + ("tie_word_embeddings", "torch_dtype", "transformers_version", "vocab_size")
+)
 # cosine similarity above which two matrices are one matrix quantised twice (tied embeddings)
 SAME_MATRIX = 0.98
 
 
 def make_folder(gguf: Path, folder: Path) -> None:
-    """Convert into `folder`, which appears atomically when it is complete."""
+    """Convert into `folder`, which appears when it is complete, in place of an earlier result.
+    Raise ValueError if anything else is there."""
+    folder = folder.resolve()
+    refuse_another(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as work:
         made = Path(work) / "made"
         made.mkdir()
         convert(gguf, made)
-        shutil.rmtree(folder, ignore_errors=True)
+        # a minute has passed
+        refuse_another(folder)
+        if folder.exists():
+            folder.rename(Path(work) / "earlier")
         made.rename(folder)
     folder.chmod(0o755)
+
+
+def refuse_another(folder: Path) -> None:
+    """Raise ValueError unless the folder is absent, empty or an earlier result of this program."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out {folder} is a file. Name a folder that is new or empty.")
+    found = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if found and not (found == FILES and is_converted(folder / "config.json")):
+        other = min(found - FILES, default="config.json")
+        raise ValueError(
+            f"--out {folder} has what this program did not write, such as {other}, and would "
+            "replace all of it. Name a folder that is new or empty."
+        )
+
+
+def is_converted(config: Path) -> bool:
+    """Return whether a config.json has exactly what this program writes."""
+    try:
+        return set(json.loads(config.read_text())) == CONFIG
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -240,7 +278,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         make_folder(args.gguf, args.out)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"from_gguf: {error}")
     print(args.out)
 

@@ -48,7 +48,7 @@ NAME = f"sglang_dflash-pairs-{__version__}.tar.gz"
 def pack(source: Path, out: Path) -> Path:
     """Write the release file of the pairs in `source` into the folder `out`."""
     check(source)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     # weights hardly shrink: a low level saves seconds and costs no size
     with tarfile.open(out / NAME, "w:gz", compresslevel=1) as archive:
         for name in FILES:
@@ -57,8 +57,10 @@ def pack(source: Path, out: Path) -> Path:
 
 
 def unpack(file: Path, out: Path) -> None:
-    """Unpack a release file, whose pairs appear in `out` when all are complete and checked."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Unpack a release file, whose pairs appear in `out` when all are complete and checked, in
+    place of earlier ones. Raise ValueError if anything else is there."""
+    make_folder(out)
+    refuse_others(out)
     with tempfile.TemporaryDirectory(dir=out) as work:
         try:
             with tarfile.open(file) as archive:
@@ -71,8 +73,31 @@ def unpack(file: Path, out: Path) -> None:
             ) from None
         check(Path(work))
         for name in MODELS:
-            shutil.rmtree(out / name, ignore_errors=True)
+            if (out / name).exists():
+                (out / name).rename(Path(work) / f"earlier {name}")
             (Path(work) / name).rename(out / name)
+
+
+def make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{out} cannot be made: {error.strerror}. Name a folder, not a file, in a place where "
+            "you may write."
+        ) from None
+
+
+def refuse_others(out: Path) -> None:
+    """Raise ValueError if a file would be lost that no release file has."""
+    for name in MODELS:
+        files = [path for path in (out / name).rglob("*") if not path.is_dir()]
+        kept = sorted(str(path.relative_to(out)) for path in files)
+        if others := [path for path in kept if path not in FILES]:
+            raise ValueError(
+                f"{out} has {others[0]}, which is not of the pairs, and {name} would be replaced "
+                "as a whole. Pass another --out."
+            )
 
 
 def copy_member(archive: tarfile.TarFile, name: str, folder: Path) -> None:

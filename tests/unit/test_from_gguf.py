@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,3 +168,54 @@ def test_what_is_not_known_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"'blk.0.attn_sinks.weight', which this converter"):
         from_gguf.target_name("blk.0.attn_sinks.weight")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_the_user_is_refused_and_kept(made: tuple[Kind, Path], tmp_path: Path):
+    """`--out ~/models` would once have deleted all models."""
+    gguf_file = made[1].parent / "model.gguf"
+    models = tmp_path / "models"
+    (models / "other").mkdir(parents=True)
+    (models / "config.json").write_text("{}")
+    (models / "other" / "model.safetensors").write_text("weights")
+    with pytest.raises(ValueError, match="models has what this program did not write, such as oth"):
+        from_gguf.make_folder(gguf_file, models)
+    assert (models / "other" / "model.safetensors").read_text() == "weights"
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(ValueError, match="file is a file. Name a folder"):
+        from_gguf.make_folder(gguf_file, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_another_models_folder_is_refused_though_its_files_have_the_same_names(
+    made: tuple[Kind, Path], tmp_path: Path
+):
+    kind, folder = made
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    make_model(kind).config.save_pretrained(other)
+    with pytest.raises(ValueError, match="other has what this program did not write, such as conf"):
+        from_gguf.make_folder(folder.parent / "model.gguf", other)
+
+
+def test_an_earlier_result_and_an_empty_folder_are_replaced(
+    made: tuple[Kind, Path], tmp_path: Path
+):
+    kind, folder = made
+    out = tmp_path / "out"
+    out.mkdir()
+    from_gguf.make_folder(folder.parent / "model.gguf", out)
+    earlier = (out / "config.json").stat().st_ino
+    from_gguf.make_folder(folder.parent / "model.gguf", out)
+    assert {path.name for path in out.iterdir()} == from_gguf.FILES
+    assert (out / "config.json").stat().st_ino != earlier
+    # nothing is left beside it
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_refused_folder_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "kept").write_text("")
+    monkeypatch.setattr(sys, "argv", ["from_gguf", "some.gguf", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"^from_gguf: --out .* such as kept, and would replace"):
+        from_gguf.main()

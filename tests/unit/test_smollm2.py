@@ -15,6 +15,14 @@ def test_a_folder_that_is_there_is_not_made_again(tmp_path: Path):
     assert smollm2.smollm2_target(tmp_path, wheel=Path("no-such-file")) == tmp_path
 
 
+def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path):
+    """`--out ~/models` would once have deleted all models."""
+    (tmp_path / "other").mkdir()
+    with pytest.raises(RuntimeError, match="has what this program did not write, such as other"):
+        smollm2.smollm2_target(tmp_path, wheel=Path("no-such-file"))
+    assert (tmp_path / "other").is_dir()
+
+
 def test_another_file_is_refused(tmp_path: Path):
     """If this broke, a drafter would be paired with a target that it was not trained for."""
     wheel = tmp_path / "some.whl"

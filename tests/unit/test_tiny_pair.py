@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from sglang_dflash.pairs import tiny_drafter, tiny_target
+from sglang_dflash.pairs import evaluate_tiny, smollm2_drafter, tiny_drafter, tiny_target
 from sglang_dflash.pairs.evaluate_tiny import evaluate, template_answers
 from sglang_dflash.pairs.make_tiny import drafter_config
 from sglang_dflash.pairs.save import export_drafter, export_target, round_to_bfloat16
@@ -153,3 +153,30 @@ def test_committed_pair_accepts_three_tokens_a_step_and_answers_well(tokenizer):
     right = template_answers(prompts, seed=0)
     good = [a for p, a in zip(prompts, result.answers, strict=True) if right[p] == a]
     assert len(good) >= 8, result.answers
+
+
+@pytest.mark.parametrize(
+    "wrong", ["--prompts 0", "--prompts -1", "--target none", "--drafter none"]
+)
+def test_an_evaluation_of_nothing_is_refused(wrong, capsys):
+    """`--prompts -1` would otherwise draw prompts for ever."""
+    pair = ["--target", str(tiny_target()), "--drafter", str(tiny_drafter())]
+    with pytest.raises(SystemExit):
+        evaluate_tiny.parse([*pair, *wrong.split()])
+    assert f"error: {wrong}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "said"),
+    [
+        (tiny_target(), tiny_target(), r"evaluate_tiny: --drafter .* it is not a DFlash drafter"),
+        (tiny_drafter(), tiny_drafter(), r"evaluate_tiny: --target .* has no chat template"),
+        (tiny_target(), smollm2_drafter(), r"evaluate_tiny: --drafter .* a target with 8 layers"),
+    ],
+    ids=["target as drafter", "drafter as target", "drafter of another target"],
+)
+def test_a_pair_that_is_none_is_one_line(target, drafter, said, monkeypatch):
+    words = ["--target", str(target), "--drafter", str(drafter)]
+    monkeypatch.setattr("sys.argv", ["evaluate_tiny", *words])
+    with pytest.raises(SystemExit, match=said):
+        evaluate_tiny.main()
