@@ -2,7 +2,8 @@
 
     python -m tests.smoke.join first.json second.json
 
-A family of a later call replaces the same family of an earlier one.
+A family of a later call replaces the same family of an earlier one. The result is named as that of
+a single call (tests/smoke/run.py); while something is missing, it needs --out.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import result_files
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
-from tests.smoke.families import FAMILIES
-from tests.smoke.since import RESULTS, failed
+from tests.smoke.run import names_of, result_file
+from tests.smoke.since import failed
 
 # what one result is about
 SAME = ("commit", "gpu", "torch", "triton", "sglang", "ranks")
@@ -35,9 +37,8 @@ def join(results: list[dict[str, Any]]) -> dict[str, Any]:
         joined[part] = {}
         for each in results:
             joined[part] |= {name: shorten(found) for name, found in each.get(part, {}).items()}
-    missing = {family.name for family in FAMILIES} - set(joined["families"])
     joined["passed"] = not failed(joined)
-    joined["whole"] = not missing and bool(joined["recipe"])
+    joined["whole"] = not missing_from(joined)
     joined["seconds"] = round(sum(each["seconds"] for each in results), 1)
     return joined
 
@@ -49,14 +50,28 @@ def shorten(found: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def missing_from(joined: dict[str, Any]) -> list[str]:
+    """Return what a whole smoke test on so many ranks, with that release of SGLang, has besides."""
+    ranks = joined["ranks"] or 1
+    names = names_of(ranks, joined["sglang"])
+    missing = [name for name in names if name not in joined["families"]]
+    return missing + (["the 31B recipe"] if ranks == 1 and not joined["recipe"] else [])
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("results", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, default=RESULTS / "smoke-h200.json")
+    parser.add_argument("--out", type=Path, help="default: in benchmarks/results")
     options = parser.parse_args()
-    joined = join([json.loads(file.read_text()) for file in options.results])
-    options.out.write_text(json.dumps(joined, indent=1) + "\n")
-    print(f"{options.out}: {len(joined['families'])} families, failed: {failed(joined) or 'none'}")
+    keys = ("command", "seconds", "commit", "gpu", "sglang", "families")
+    joined = join([result_files.read(file, "results", *keys) for file in options.results])
+    if missing := ", ".join(missing_from(joined)):
+        print(f"missing: {missing}")
+        if options.out is None:
+            parser.error(f"without {missing} it is not a whole smoke test: name a file by --out")
+    out = options.out or result_file(joined)
+    out.write_text(json.dumps(joined, indent=1) + "\n")
+    print(f"{out}: {len(joined['families'])} families, failed: {failed(joined) or 'none'}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from tests.smoke.families import Family
 
 PLUGINS = ROOT / "tests" / "plugins"
 LARGEST_GRAPH = 4
+GRAPHS = ("--cuda-graph-max-bs-decode", str(LARGEST_GRAPH), "--disable-prefill-cuda-graph")
 # many servers compile their kernels at once
 RANKS_ENV = {COMPARE_RANKS: "1", RANK_PATIENCE: "120"}
 
@@ -56,53 +57,67 @@ def start(
     Seeds need a mode of SGLang in which its own attention verifies: `seeded` servers are in that
     mode, and are plain and exact only.
     """
-    target = family.write_target(folder / "target-fp32", fp32=True, small=small)
-    drafter = family.write_drafter(folder / "drafter-fp32", fp32=True, small=small)
-    common = ["--load-format", "dummy", "--tokenizer-path", str(tiny_target())]
-    common += ["--max-total-tokens", "8192", "--max-running-requests", "16"]
-    common += ["--mem-fraction-static", "0.9", "--chunked-prefill-size", "128"]
-    if seeded:
-        common.append("--enable-deterministic-inference")
-    if family.has_states:
-        # by default, all memory that KV leaves
-        common += ["--max-mamba-cache-size", "64"]
-    graphs = ["--cuda-graph-max-bs-decode", str(LARGEST_GRAPH), "--disable-prefill-cuda-graph"]
-    # experts in plain torch read sizes on the host, which a CUDA graph cannot
-    exact = ["--disable-cuda-graph"] if family.has_experts or small else graphs
-    if family.is_gpt_oss and not small:
-        # SGLang's choice for gpt-oss lays out the experts for its own kernel only
-        exact += ["--moe-runner-backend", "triton"]
-    if family.has_states and not small:
-        # FlashInfer's prefill, which is SGLang's choice on Hopper, is for half precision
-        exact += ["--linear-attn-prefill-backend", "triton"]
-    wide = "1" if ranks == 1 else "2"
-    # SGLang itself may be on the path that is inherited
-    path = os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH")]))
-    env = {"PYTHONPATH": path, "WIDE_WEIGHTS": wide, **SCHEDULES["plan stream"]}
-    if seeded:
-        # compiling SGLang's seeded sampler takes longer than all checks together
-        env["TORCHDYNAMO_DISABLE"] = "1"
-    model = ["--model-path", str(target)]
-    drafted = ["--speculative-draft-model-path", str(drafter)]
-    serve: Callable[..., Server] = Exact if ranks == 1 else ExactRanks
+    common = arguments_of(family, seeded=seeded)
+    env = environment(ranks, seeded=seeded)
     compared = {} if ranks == 1 else RANKS_ENV
     found: dict[str, Server] = {}
     if small or family.quantisation is None:
-        found["plain"] = serve(*common, *exact, *model, plain=True, env=env)
-        found["exact"] = serve(
-            *common, *exact, *model, *drafted, env=env | compared | scripted(folder, "exact")
-        )
-    if ranks > 1 and not seeded:
-        found["one rank"] = Exact(*common, *exact, *model, plain=True, env=env)
+        target = family.write_target(folder / "target-fp32", fp32=True, small=small)
+        drafter = family.write_drafter(folder / "drafter-fp32", fp32=True, small=small)
+        exact = [*common, *exact_arguments(family, small=small), "--model-path", str(target)]
+        drafted = [*exact, "--speculative-draft-model-path", str(drafter)]
+        serve: Callable[..., Server] = Exact if ranks == 1 else ExactRanks
+        found["plain"] = serve(*exact, plain=True, env=env)
+        found["exact"] = serve(*drafted, env=env | compared | scripted(folder, "exact"))
+        if ranks > 1 and not seeded:
+            found["one rank"] = Exact(*exact, plain=True, env=env)
     if not small and not seeded:
         deploy: Callable[..., Server] = Deployed if ranks == 1 else DeployedRanks
         found["deployed"] = deploy(
             str(family.write_target(folder / "target", fp32=False)),
             str(family.write_drafter(folder / "drafter", fp32=False)),
             *common,
-            *graphs,
+            *GRAPHS,
             env=env | compared | scripted(folder, "deployed"),
         )
+    return found
+
+
+def arguments_of(family: Family, *, seeded: bool) -> list[str]:
+    """Return the arguments of all of a family's servers."""
+    found = ["--load-format", "dummy", "--tokenizer-path", str(tiny_target())]
+    found += ["--max-total-tokens", "8192", "--max-running-requests", "16"]
+    found += ["--mem-fraction-static", "0.9", "--chunked-prefill-size", "128"]
+    if seeded:
+        found.append("--enable-deterministic-inference")
+    if family.has_states:
+        # by default, all memory that KV leaves
+        found += ["--max-mamba-cache-size", "64"]
+    return found
+
+
+def exact_arguments(family: Family, *, small: bool) -> list[str]:
+    """Return the further arguments of servers in fp32."""
+    # experts in plain torch read sizes on the host, which a CUDA graph cannot
+    found = ["--disable-cuda-graph"] if family.has_experts or small else [*GRAPHS]
+    if family.is_gpt_oss and not small:
+        # SGLang's choice for gpt-oss lays out the experts for its own kernel only
+        found += ["--moe-runner-backend", "triton"]
+    if family.has_states and not small:
+        # FlashInfer's prefill, which is SGLang's choice on Hopper, is for half precision
+        found += ["--linear-attn-prefill-backend", "triton"]
+    return found
+
+
+def environment(ranks: int, *, seeded: bool) -> dict[str, str]:
+    """Return the environment of all of a family's servers."""
+    # SGLang itself may be on the path that is inherited
+    path = os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH")]))
+    wide = "1" if ranks == 1 else "2"
+    found = {"PYTHONPATH": path, "WIDE_WEIGHTS": wide, **SCHEDULES["plan stream"]}
+    if seeded:
+        # compiling SGLang's seeded sampler takes longer than all checks together
+        found["TORCHDYNAMO_DISABLE"] = "1"
     return found
 
 

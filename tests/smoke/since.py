@@ -13,9 +13,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 SERVING_PATH = ["sglang_dflash", ":!*.md"]
-# the other commands start servers
-BESIDE = ("commands/report.py", "commands/train.py", "glue/programs/offline_engine.py")
-BESIDE += ("pairs", "reference", "testing", "train")
+# what neither a server imports, nor the check of a pair with which a recipe starts it
+# (tests/unit/test_smoke_since.py)
+BESIDE = tuple(
+    f"commands/{name}"
+    for name in ("ask.py", "cards.py", "convert.py", "counts.py", "drafters.py", "history.py")
+    + ("live.html", "output_file.py", "report.py", "train.py", "tune.py", "tune_settings.py")
+    + ("web.py",)
+)
+# the stand-ins of launch/cpu.sh
+BESIDE += ("glue/cpu/path", "glue/programs/offline_engine.py", "released_drafters.py")
+BESIDE += ("pairs", "testing", "train")
 SERVING_PATH += [f":!sglang_dflash/{part}" for part in BESIDE]
 
 
@@ -52,6 +60,9 @@ def describe(found: dict[str, Any]) -> str:
     """Return the verdict of a smoke test, and what has changed since."""
     commit, names = found["commit"], ", ".join(failed(found))
     verdict = "passed" if found["passed"] else f"FAILED ({names})"
+    if not found["whole"]:
+        ran = ", ".join({**found.get("families", {}), **found.get("recipe", {})})
+        verdict += f" in part (only {ran})"
     ranks = f", {found['ranks']} ranks," if found.get("ranks", 1) > 1 else ""
     at = f"smoke: {verdict} on {found['gpu']} with SGLang {found['sglang']}{ranks} at {commit}"
     files = changed_since(commit) if commit else None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from sglang_dflash.glue import release
 from tests.smoke import since
 from tests.smoke.families import FAMILIES
 from tests.smoke.join import join
+from tests.unit.test_architecture import MODULES, PACKAGE, imports_of, modules_of
 
 SERVING = ("sglang_dflash/glue/step/worker.py", "sglang_dflash/step.py")
 BESIDE = ("sglang_dflash/commands/report.py", "sglang_dflash/train/loss.py", "README.md")
@@ -33,6 +36,7 @@ def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def keep(file: Path, commit: str, *, release: str) -> None:
     found = {"commit": commit, "passed": True, "gpu": "NVIDIA H200", "sglang": release}
+    found |= {"whole": True}
     file.write_text(json.dumps(found))
 
 
@@ -45,6 +49,45 @@ def test_serving_code_is_named(history: Path) -> None:
     for name in SERVING:
         (history / name).write_text("after\n")
     assert since.report().splitlines()[1:] == [*SERVING]
+
+
+def test_a_part_does_not_read_as_a_pass(history: Path) -> None:
+    """One family that passed would otherwise stand for all of them."""
+    result = json.loads((history / "smoke-h200.json").read_text())
+    result |= {"whole": False, "families": {"gemma4": FINE, "llama": FINE}}
+    (history / "smoke-h200.json").write_text(json.dumps(result))
+    assert "smoke: passed in part (only gemma4, llama) on NVIDIA H200" in since.report()
+
+
+def imported_from(starts: set[str]) -> set[str]:
+    """Return the modules that these import, when loaded or later, and their packages."""
+    found: set[str] = set()
+    waiting = starts
+    while waiting:
+        waiting |= {name.rpartition(".")[0] for name in waiting} & set(MODULES)
+        found |= waiting
+        waiting = set().union(*(modules_of(imports_of(MODULES[n])) for n in waiting)) - found
+    return found
+
+
+def test_the_serving_path_is_what_a_server_imports() -> None:
+    """The list is of what does not count, so that a new file does."""
+    # SGLang loads the plug-in, and the plug-in one of these by its name
+    served = [f"sglang_{version.replace('.', '_')}" for version in release.SERVED]
+    starts = {"sglang_dflash.glue.plugin", *(f"sglang_dflash.glue.seams.{n}" for n in served)}
+    # what recipes run first (launch/serve.sh, launch/gemma4-31b-32gb.sh)
+    starts |= {f"sglang_dflash.commands.{name}" for name in ("serve", "plain_towers")}
+    # each command loads its module itself; the options of training serve nothing
+    main = PACKAGE / "__main__.py"
+    at_the_top = [n for n in ast.parse(main.read_text()).body if isinstance(n, ast.ImportFrom)]
+    shared = {str(node.module) for node in at_the_top} & set(MODULES)
+    shared = {name for name in shared if not name.startswith("sglang_dflash.train")}
+    imported = {MODULES[name] for name in imported_from(starts | shared)} | {main}
+    listed = git(since.ROOT, "ls-files", "-co", "--exclude-standard", "--", *since.SERVING_PATH)
+    files = {since.ROOT / name for name in listed.split() if name.endswith(".py")}
+    files = {path for path in files if path.exists()}
+    # kept in BESIDE of tests/smoke/since.py
+    assert (files - imported, imported - files) == (set(), set())
 
 
 def test_training_and_words_are_not_the_serving_path(history: Path) -> None:

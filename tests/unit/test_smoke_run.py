@@ -1,0 +1,128 @@
+"""Which result a call of the smoke test makes, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_dflash.glue import release
+from sglang_dflash.testing.server import ROOT
+from tests.smoke import join, run, servers
+from tests.smoke.families import FAMILIES
+
+FINE = {"checks": {"exact": {"greedy": "ok"}}}
+SEAMS = ROOT / "sglang_dflash" / "glue" / "seams"
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--families gemma4", "--no-recipe", "--tp 2 --families gemma4"],
+)
+def test_a_part_does_not_replace_the_result_of_the_whole(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`make test` would otherwise compare the tree with a test of one family."""
+    with pytest.raises(SystemExit):
+        run.parse(words.split())
+    assert "name a file by --out" in capsys.readouterr().err
+    assert not run.parse([*words.split(), "--out", "part.json"]).is_whole
+
+
+@pytest.mark.parametrize("words", [[], ["--tp", "2"], ["--tp", "2", "--no-recipe"]])
+def test_all_families_are_the_whole(words: list[str]) -> None:
+    assert run.parse(words).is_whole
+
+
+def test_no_family_is_no_pass() -> None:
+    with pytest.raises(SystemExit):
+        run.parse(["--families", "--out", "none.json"])
+
+
+def test_a_result_is_named_after_its_gpu_release_and_ranks() -> None:
+    report = {"gpu": "NVIDIA H200", "sglang": release.NEWEST, "ranks": 1}
+    assert run.result_file(report) == run.RESULTS / "smoke-h200.json"
+    other = report | {"gpu": "NVIDIA B200", "sglang": "0.5.17", "ranks": 2}
+    assert run.result_file(other).name == "smoke-0.5.17-tp2-b200.json"
+
+
+def test_families_with_states_are_left_out_where_they_are_refused() -> None:
+    for version in release.SERVED:
+        source = (SEAMS / f"sglang_{version.replace('.', '_')}.py").read_text()
+        refused = "chooses_snapshots = False" in source
+        left_out = {each.name for each in FAMILIES} - set(run.names_of(1, version))
+        assert left_out == (
+            {each.name for each in FAMILIES if each.has_states} if refused else set()
+        )
+
+
+def test_the_recipe_starts_as_a_user_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill graphs take memory and time at start-up: without them the recipe is not the one."""
+    given: list[Any] = []
+
+    def run_group(cells: Any, options: Any, **_: Any) -> list[Any]:
+        given.append(options.server_args)
+        return [(cells[0], {})]
+
+    monkeypatch.setattr(run.recipes, "run_group", run_group)
+    run.run_recipe()
+    assert given == [["--cuda-graph-max-bs-decode", "8"]]
+
+
+def test_a_deployed_server_gets_nothing_that_is_for_fp32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is started as by a user: arguments for the exact servers once reached it as well."""
+    for name in ("Exact", "Deployed"):
+        monkeypatch.setattr(servers, name, lambda *args, **_: list(args))
+    for family in FAMILIES:
+        found: dict[str, Any] = servers.start(family, tmp_path / family.name, small=False)
+        asked = {word for word in found["deployed"] if word.startswith("--")}
+        assert not asked & {"--linear-attn-prefill-backend", "--moe-runner-backend"}, family.name
+
+
+def call(file: Path, **parts: Any) -> Path:
+    about = {"commit": "abc", "gpu": "NVIDIA H200", "sglang": "0.5.23", "ranks": 1}
+    file.write_text(json.dumps({**about, "command": "smoke", "seconds": 5.0, **parts}))
+    return file
+
+
+def joined(monkeypatch: pytest.MonkeyPatch, *words: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["join", *map(str, words)])
+    join.main()
+
+
+def test_two_ranks_have_families_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the names of one rank, a result of two was never whole, and was written over it."""
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    families = dict.fromkeys(run.ON_TWO_RANKS, FINE)
+    joined(monkeypatch, call(tmp_path / "a.json", ranks=2, families=families))
+    found = json.loads((tmp_path / "smoke-tp2-h200.json").read_text())
+    assert found["whole"] and found["passed"]
+
+
+def test_calls_that_are_not_the_whole_need_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    families = {name: FINE for name in run.names_of(1, "0.5.23") if name != "llama"}
+    part = call(tmp_path / "a.json", families=families, recipe={"31B": FINE})
+    with pytest.raises(SystemExit):
+        joined(monkeypatch, part)
+    assert "without llama it is not a whole smoke test" in capsys.readouterr().err
+    joined(monkeypatch, part, "--out", tmp_path / "b.json")
+    assert json.loads((tmp_path / "b.json").read_text())["whole"] is False
+    assert {path.name for path in tmp_path.iterdir()} == {"a.json", "b.json"}
+
+
+def test_what_is_no_result_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match=r"^results none\.json: No such file"):
+        joined(monkeypatch, "none.json")
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(SystemExit, match="a.json has no 'command'"):
+        joined(monkeypatch, tmp_path / "a.json")
