@@ -25,7 +25,6 @@ passed to the servers.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -204,7 +203,7 @@ class Results:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         path = options.out and result_files.result_file(options.out, ".json")
-        earlier = json.loads(path.read_text()) if path and path.exists() else {}
+        earlier = result_files.read(path, "--out", "cells") if path and path.exists() else {}
         self.cells: dict[str, Any] = earlier.pop("cells", {})
         calls: list[Any] = earlier.pop("earlier_calls", [])
         if earlier:
@@ -212,6 +211,11 @@ class Results:
         hidden = ("--shapes", "--tokenizer-path")
         self._about = result_files.provenance(options.commit, hidden=hidden)
         self._about |= {"context": options.context, "earlier_calls": calls}
+
+    def failed(self) -> list[str]:
+        """Return the cells of this call that failed, now or earlier."""
+        keys = [cell.key for cell in plan(self._options)]
+        return [key for key in keys if "error" in self.cells.get(key, {})]
 
     def has(self, cell: Cell) -> bool:
         found = self.cells.get(cell.key)
@@ -312,6 +316,8 @@ def main() -> None:
     print(results.text())
     for cell in missing:
         print(f"not started, the time budget is used up: {cell.key}")
+    if results.failed():
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from typing import Any
 
 from benchmarks import result_files, systems
 from benchmarks.soak_requests import choose_kinds, encode_questions, write_other_weights
-from benchmarks.soak_storm import Outcome, Pair, Storm, warm_up
+from benchmarks.soak_storm import STOPPED, Outcome, Pair, Storm, warm_up
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.environment import COMPARE_RANKS
 from sglang_dflash.interrupt import end_on_interrupt
@@ -118,6 +118,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             f"--requests {options.requests} --pairs {options.pairs}: each pair needs at "
             "least one request"
         )
+    for name in ("concurrency", "max_running", "pool", "chunk"):
+        if getattr(options, name) < 1:
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"{option} {getattr(options, name)}: pass at least 1")
+    for name in ("updates", "seconds", "steps"):
+        if getattr(options, name) < 0:
+            parser.error(f"--{name} {getattr(options, name):g}: pass 0 or more")
     if options.steps and options.ranks == 1:
         parser.error(f"--steps {options.steps} needs --ranks 2: a single rank compares nothing")
     return options
@@ -158,10 +165,28 @@ def serving(options: argparse.Namespace) -> Iterator[list[Pair]]:
             list(pool.map(lambda n: systems.stop_server(named[n], options.logs, n), named))
 
 
+@contextlib.contextmanager
+def stopping(pairs: list[Pair]) -> Iterator[None]:
+    """On Ctrl-C end the storms and stop all servers: threads with requests are waited for, which
+    would otherwise go on for minutes."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        STOPPED.set()
+        servers = [server for pair in pairs for server in pair]
+        with ThreadPoolExecutor(len(servers)) as pool:
+            list(pool.map(lambda server: server.stop(), servers))
+        raise
+
+
 def run(pairs: list[Pair], options: argparse.Namespace) -> dict[str, Any]:
     """Run the storms once all pairs are up, and return their report."""
     total = Outcome()
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(pairs)) as pool:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(len(pairs)) as pool,
+        stopping(pairs),
+    ):
         # while the servers start
         questions = encode_questions()
         other_weights = write_other_weights(Path(folder)) if options.updates else None

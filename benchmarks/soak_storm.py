@@ -38,6 +38,8 @@ MEMORY_SAMPLES = 12
 POLL_S = 2
 # transformers changes torch's global defaults while loading a model, for all threads
 LOADING = threading.Lock()
+# for Ctrl-C, which only the main thread hears of
+STOPPED = threading.Event()
 # a dead server fails every further request
 MAX_FAILED = 20
 
@@ -109,6 +111,8 @@ class Storm:
                 ]
             for worker in workers:
                 worker.result()
+            if STOPPED.is_set():
+                return self.outcome
             self.judge(weights[part % len(weights)])
         self.sample_memory()
         self.outcome.memory_mb = [self.memory]
@@ -135,6 +139,8 @@ class Storm:
 
     def next_ask(self, until: float) -> Ask | None:
         with self.lock:
+            if STOPPED.is_set():
+                return None
             progress = self.progress()
             if progress >= until or len(self.outcome.failed) >= MAX_FAILED:
                 return None
