@@ -8,13 +8,12 @@ written in the picture, such as model, card and commits, comes from the files.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import ROOT, load_report
+from benchmarks import ROOT, load_report, result_files
 from benchmarks.bar_picture import Bars, draw_bars, draw_plain
 from benchmarks.captions import model_of, release, simulated_length
 from benchmarks.picture_style import COLOURS, HATCHES, NAMES, SPEED_UP, save
@@ -149,7 +148,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "front-h200.png")
     options = parser.parse_args()
     serving, newest, load = (
-        json.loads(path.read_text()) for path in (options.serving, options.newest, options.load)
+        result_files.read(getattr(options, name), f"--{name}", "results")
+        for name in ("serving", "newest", "load")
     )
     if len({found["gpu"] for found in (serving, newest, load)}) != 1:
         raise SystemExit("The files are of different cards: one picture would compare these.")

@@ -33,7 +33,6 @@ arguments are passed to all servers. Without a GPU, launch/cpu.sh serves the emb
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
@@ -86,15 +85,6 @@ class Ready(NamedTuple):
 
     server: ServerProcess
     info: dict[str, Any]
-
-
-def system_name(word: str) -> str:
-    if word in systems.SYSTEMS or systems.named_width(word):
-        return word
-    raise argparse.ArgumentTypeError(
-        f"{word!r} is not plain, in-tree, ours, ours-uniform or ours-N, N from 1 to "
-        f"{systems.BLOCK_SIZE}"
-    )
 
 
 def profile_name(word: str) -> str:
@@ -276,7 +266,7 @@ class Run:
 
 def merge(found: dict[str, Any], path: Path) -> None:
     """Add the results of an earlier call, which must be of the same commit, GPU and model."""
-    earlier = json.loads(path.read_text())
+    earlier = result_files.read(path, "--into", "command", "commit", "results")
     fixed = [name for name in found if name not in ("command", "earlier_calls", "results")]
     differing = [
         f"{name} is {earlier.get(name)!r} there and {found[name]!r} here"
@@ -298,13 +288,28 @@ def default_out(model_path: str) -> Path:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser()
+    options, unknown = parser.parse_known_args(arguments)
+    options.server_args = unknown
+    if wrong := complaint(options):
+        parser.error(wrong)
+    if options.prompts:
+        texts = [Text(path.stem, t) for path in options.prompts for t in options.temperatures]
+        options.profiles = [text.profile for text in texts]
+    choose_pair(options)
+    options.out = options.out or options.into or default_out(options.model_path)
+    options.ids = batch_load.prompt_ids(options.model_path)
+    return options
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     known = sorted(path.name for path in SHAPES.iterdir() if not path.name.endswith("-draft"))
     parser.add_argument("--shapes", choices=known, help="default: gemma4-31b on a GPU")
     parser.add_argument("--model-path", help="another pair, with --draft-model-path")
     parser.add_argument("--draft-model-path")
     parser.add_argument("--load-format", help="default: dummy with --shapes, else auto")
-    parser.add_argument("--systems", nargs="*", type=system_name, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="*", type=systems.name_of_width, default=list(SYSTEMS))
     parser.add_argument("--in-tree", nargs="+", type=float, metavar="LENGTH")
     parser.add_argument("--requests", nargs="+", type=int, default=list(REQUESTS))
     parser.add_argument("--profiles", nargs="+", type=profile_name, default=list(PROFILES))
@@ -325,31 +330,43 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=0.0, help="0: no limit")
     parser.add_argument("--into", type=Path, help="add to the results in this file, and to OUT")
     result_files.add_result_options(parser, picture=True)
-    options, unknown = parser.parse_known_args(arguments)
-    options.server_args = unknown
-    if bool(options.model_path) != bool(options.draft_model_path):
-        parser.error("--model-path and --draft-model-path go together: pass both or neither")
-    if not 0 <= options.from_tokens < options.to_tokens:
-        asked = f"--from-tokens {options.from_tokens} --to-tokens {options.to_tokens}"
-        parser.error(f"{asked}: the second must be the larger one")
-    for path in options.prompts or ():
-        if not path.is_file():
-            parser.error(f"--prompts {path}: no such file")
-    if options.prompts and options.in_tree:
-        parser.error("--in-tree LENGTH is for simulated acceptance: without --prompts")
-    if "in-tree" in options.systems and not options.prompts:
-        parser.error("--systems in-tree is for real questions (--prompts): pass --in-tree LENGTH")
-    if options.prompts:
-        texts = [Text(path.stem, t) for path in options.prompts for t in options.temperatures]
-        options.profiles = [text.profile for text in texts]
-    elif options.temperatures != [0.0]:
-        parser.error("--temperatures is for real questions (--prompts)")
-    if options.rounds < 2:
-        parser.error(f"--rounds {options.rounds}: pass 2 or more, for there are two windows")
-    if options.into and not options.into.is_file():
-        parser.error(f"--into {options.into}: no such file. Pass --out for the first call")
-    if options.prompts and options.model_path is None and torch.cuda.is_available():
-        parser.error("--prompts: name a pair by --model-path and --draft-model-path")
+    return parser
+
+
+def complaint(options: argparse.Namespace) -> str | None:
+    """Return what is wrong with the arguments; None if nothing."""
+    asked = f"--from-tokens {options.from_tokens} --to-tokens {options.to_tokens}"
+    real, is_pair = bool(options.prompts), bool(options.model_path)
+    absent = [path for path in options.prompts or () if not path.is_file()]
+    wrong = {
+        "--model-path and --draft-model-path go together: pass both or neither": (
+            is_pair != bool(options.draft_model_path)
+        ),
+        f"{asked}: the second must be the larger one": (
+            not 0 <= options.from_tokens < options.to_tokens
+        ),
+        f"--prompts {' '.join(map(str, absent))}: no such file": absent,
+        "--in-tree LENGTH is for simulated acceptance: without --prompts": real and options.in_tree,
+        "--systems in-tree is for real questions (--prompts): pass --in-tree LENGTH": (
+            "in-tree" in options.systems and not real
+        ),
+        "--temperatures is for real questions (--prompts)": (
+            not real and options.temperatures != [0.0]
+        ),
+        f"--rounds {options.rounds}: pass 2 or more, for there are two windows": options.rounds < 2,
+        f"--into {options.into}: no such file. Pass --out for the first call": (
+            options.into and not options.into.is_file()
+        ),
+        "--prompts: name a pair by --model-path and --draft-model-path": (
+            real and not is_pair and torch.cuda.is_available()
+        ),
+    }
+    return next((message for message, is_so in wrong.items() if is_so), None)
+
+
+def choose_pair(options: argparse.Namespace) -> None:
+    """Settle on the pair and its load format: as asked, else shapes on a GPU, else the embedded
+    pair."""
     if options.model_path is None and (options.shapes or torch.cuda.is_available()):
         shapes = SHAPES / (options.shapes or "gemma4-31b")
         options.model_path, options.draft_model_path = str(shapes), f"{shapes}-draft"
@@ -357,15 +374,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     elif options.model_path is None:
         options.model_path, options.draft_model_path = str(tiny_target()), str(tiny_drafter())
     options.load_format = options.load_format or "auto"
-    options.out = options.out or options.into or default_out(options.model_path)
-    options.ids = batch_load.prompt_ids(options.model_path)
-    return options
 
 
 def main() -> None:
     options = parse()
     if options.picture:
-        found = json.loads(options.picture.read_text())
+        found = result_files.read(options.picture, "--picture", "command", "results")
         result_files.write(found, options.picture, report(found), draw)
         return
     run = Run(options)

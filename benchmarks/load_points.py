@@ -16,7 +16,8 @@ from sglang_dflash.testing.server import ServerProcess
 
 System = TypeVar("System")
 
-AGREEMENT = 0.03  # relative difference of two windows up to which they agree
+# relative difference of two windows up to which no more rounds are run: less than what tables mark
+CLOSE = 0.03
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Point:
         if min(map(load_windows.seconds_of, self._shares)) < self._options.seconds:
             return False
         spread = load_windows.spread_of(self._windows())
-        return spread is not None and spread <= AGREEMENT
+        return spread is not None and spread <= CLOSE
 
     def warm_up(self) -> None:
         """Run a round that is not timed."""

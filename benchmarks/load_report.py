@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import result_files, systems
-from benchmarks.load_points import AGREEMENT, Text
+from benchmarks.load_points import Text
+from benchmarks.result_files import AGREEMENT, is_unsteady
 
 AUTO, FIXED, PLAIN = "ours", "ours-16", "plain"
 LEAST = 0.98  # where nothing may be lost: with a drafter that is always wrong, and on real text
@@ -100,8 +101,7 @@ def verdict(results: dict[str, Any], key: tuple[str, int]) -> str:
 
 
 def marks(point: dict[str, Any]) -> str:
-    unsteady = (point.get("spread") or 0.0) > AGREEMENT
-    marked = {" ?": unsteady, " e": not point["graph"], " s": bool(point.get("short"))}
+    marked = {" ?": is_unsteady(point), " e": not point["graph"], " s": bool(point.get("short"))}
     return "".join(mark for mark, holds in marked.items() if holds)
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import requests
 
+from benchmarks.systems import TOKENS_AHEAD
 from sglang_dflash.testing.server import ServerProcess
 
 STEPS_PER_LAP = 4
@@ -27,7 +28,6 @@ FIRST_LAP_STEPS = (STEPS_PER_LAP + 1) / 2
 # may end a little later
 AHEAD = 2
 LOG_ARGS = ("--decode-log-interval", str(STEPS_PER_LAP))
-TOKENS_AHEAD = 64  # slots that a request reserves for upcoming blocks
 FEWEST_NEW_TOKENS = 32
 MOST_SECONDS = 240.0  # of a round, with the first use of kernels
 MOST_LAPS = 100  # with fewer requests running, as in a server that cannot hold all

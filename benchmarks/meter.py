@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import result_files
+from benchmarks.systems import BLOCK_SIZE
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 from sglang_dflash.glue.after_step.exporter import PrometheusExporter
@@ -27,7 +28,6 @@ from sglang_dflash.glue.after_step.stage_clock import STAGES
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.metrics import AcceptanceAlarm
 
-BLOCK_SIZE = 16
 LABELS = {"model_name": "none", "engine_type": "unified", "tp_rank": "0"}
 
 

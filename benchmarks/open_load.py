@@ -31,14 +31,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import requests
-import torch
 
-from benchmarks import ROOT, load, load_servers, real_text, result_files, sharing, systems
+from benchmarks import ROOT, load_servers, real_text, result_files, sharing, systems
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.progress import Progress, say
-from sglang_dflash.testing.server import ServerProcess, free_port
+from sglang_dflash.testing.server import ServerProcess
 
 SYSTEMS = ("plain", "ours-16", "ours")
 RATES = (1.0, 2.0, 4.0, 8.0, 16.0)
@@ -175,22 +174,6 @@ def table(results: dict[str, Any]) -> str:
     return "\n\n".join(["\n".join(lines), *errors, systems.backends_line(results)]).strip()
 
 
-def serve(system: str, options: argparse.Namespace, neighbourly: list[str]) -> ServerProcess:
-    """Start a system as a user would; `neighbourly` are the arguments that make it leave room for
-    others."""
-    port = free_port()
-    if torch.cuda.is_available():
-        command = [str(ROOT / "launch" / "serve.sh"), options.model_path, options.draft_model_path]
-        forced = options.peer_attention_backend
-        command += systems.backend_args(system, options.model_path, forced)
-    else:
-        command = [str(ROOT / "launch" / "cpu.sh"), "--model-path", options.model_path]
-        if system != "plain":
-            command += ["--speculative-draft-model-path", options.draft_model_path]
-    command += [*neighbourly, *options.server_args, "--port", str(port)]
-    return ServerProcess(command, env=systems.switches(system), port=port)
-
-
 def measure(
     system: str,
     server: ServerProcess,
@@ -231,7 +214,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", nargs="+", type=Path, required=True, help="jsonl files")
     parser.add_argument("--model-path", help="default: the embedded pair")
     parser.add_argument("--draft-model-path")
-    parser.add_argument("--systems", nargs="+", type=load.system_name, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", type=systems.name_of_width, default=list(SYSTEMS))
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="requests/s")
     parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals at each rate")
     parser.add_argument("--max-tokens", type=int, default=256, help="of an answer")
@@ -270,7 +253,10 @@ def main() -> None:
     with Progress(len(options.systems) * len(options.rates), "points") as progress:
         for names, tokens in groups(options, max(map(len, prompts))):
             neighbourly = sharing.server_args(tokens) if len(names) > 1 else []
-            starts = {name: partial(serve, name, options, neighbourly) for name in names}
+            starts = {
+                name: partial(systems.serve, name, options, neighbourly=neighbourly)
+                for name in names
+            }
             for name, server, failed in sharing.serve_all(starts, stop):
                 results = found["results"]
                 try:

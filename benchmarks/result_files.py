@@ -6,9 +6,11 @@ A result file records its command, commit, versions and GPU; plots need matplotl
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +24,7 @@ from benchmarks.captions import caption_of, release
 from benchmarks.gpu import gpu_name
 from benchmarks.picture_style import name_of
 
-# relative difference of two runs above which the table marks a point
+# relative difference of two runs above which tables mark a point, and pictures count it
 AGREEMENT = 0.05
 
 Line = bar_picture.Line
@@ -91,6 +93,49 @@ def result_file(out: Path, suffix: str) -> Path:
     return out.with_name(out.name.removesuffix(".json") + suffix)
 
 
+def read(path: Path, option: str, *keys: str) -> dict[str, Any]:
+    """Return the JSON object in a file, gzipped or not; exit unless it has all `keys`. `option` is
+    the one that names the file."""
+    try:
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt") as file:
+            found = json.load(file)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise SystemExit(f"{option} {path}: {reason_of(error)}. Pass a JSON file.") from None
+    if not isinstance(found, dict):
+        raise SystemExit(f"{option} {path} is not a JSON object. --help says what is read.")
+    if missing := [key for key in keys if key not in found]:
+        raise SystemExit(f"{option} {path} has no {missing[0]!r}. --help says what is read.")
+    return found
+
+
+def read_lines(path: Path, option: str) -> list[dict[str, Any]]:
+    """Return the JSON objects in a file, one per line; exit if there is anything else."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{option} {path}: {reason_of(error)}. Pass a JSONL file.") from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise SystemExit(
+                f"{option} {path}: line {number} is {line[:60]!r}. Pass a file with a JSON object "
+                "in each line."
+            )
+        found.append(row)
+    return found
+
+
+def reason_of(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
 def write(found: dict[str, Any], out: Path, text: str, draw: Draw | None = None) -> None:
     """Write OUT.json, OUT.md and, if matplotlib is installed, OUT.png."""
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -103,12 +148,13 @@ def write(found: dict[str, Any], out: Path, text: str, draw: Draw | None = None)
     try:
         draw(found, result_file(out, ".png"))
     except ImportError:
-        print(f"no plot: matplotlib is not installed. Where it is, run with --picture {out}.json")
+        path = result_file(out, ".json")
+        print(f"no plot: matplotlib is not installed. Where it is, run with --picture {path}")
 
 
 def rewrite(path: Path, table: Callable[[dict[str, Any]], str], draw: Draw) -> None:
-    """Rewrite the table and the plot of a result file from its numbers."""
-    found = json.loads(path.read_text())
+    """Rewrite the table and the plot of the result file that --picture names."""
+    found = read(path, "--picture", "command", "gpu", "commit", "results")
     write(found, path, table(found["results"]), draw)
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import shutil
 import sys
 import tempfile
@@ -238,7 +237,8 @@ def main() -> None:
     with Progress(len(options.systems) * each, "points") as progress:
         for done, system in enumerate(options.systems, start=1):
             if system in results:
-                say(f"{system}: already measured, see {options.out}.json")
+                path = result_files.result_file(options.out, ".json")
+                say(f"{system}: already measured, see {path}")
             else:
                 try:
                     results[system] = run_system(system, options, progress)
@@ -268,7 +268,7 @@ def earlier(options: argparse.Namespace) -> dict[str, Any]:
     path = options.out and result_files.result_file(options.out, ".json")
     if not path or not path.exists():
         return {}
-    found = json.loads(path.read_text())
+    found = result_files.read(path, "--out", "results")
     about = result_files.provenance(options.commit)
     differing = [name for name in about if found.get(name) != about[name]]
     if differing:

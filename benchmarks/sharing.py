@@ -11,11 +11,12 @@ import argparse
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from benchmarks import gpu, systems
+from benchmarks.systems import TOKENS_AHEAD
 from sglang_dflash.testing.server import START_TIMEOUT_S, ServerProcess
 
 # SGLang's KV pool gets the memory free after loading the weights, less (1 - fraction) of what was
@@ -27,7 +28,9 @@ FRACTION = 0.92
 # per server, besides weights and KV: CUDA graphs, activations, slot table and CUDA context
 OTHER_GIB = 6.0
 HEADROOM = 1.25
-TOKENS_AHEAD = 64  # slots that a request reserves for upcoming blocks
+
+if TYPE_CHECKING:
+    from sglang_dflash.commands.memory_plan import RankMemory
 
 Key = TypeVar("Key")
 
@@ -72,33 +75,36 @@ def at_once(
 
 
 def server_gib(target: Path | str, drafter: Path | str, tokens: int) -> float:
-    """Return the memory of one server with a drafter, as `doctor` computes it from the configs."""
-    # imports SGLang, which is slow; --at-once avoids it
-    from sglang_dflash.commands.doctor import look_at_pair
+    """Return the memory of one server with a drafter, as `doctor` plans it from the configs."""
+    memory = memory_of(str(target), str(drafter))
+    if memory.weights is None:
+        raise SystemExit(f"{target}: the size of its weights is unknown. Pass --at-once.")
+    per_token = sum(memory.target_kv.values()) + memory.draft_kv
+    return (memory.weights + tokens * per_token) / 2**30 + OTHER_GIB
 
-    pair = argparse.Namespace(
-        model_path=str(target),
-        speculative_draft_model_path=str(drafter),
-        mem_fraction_static=FRACTION,
-        swa_full_tokens_ratio=1.0,
+
+def memory_of(target: str, drafter: str) -> RankMemory:
+    """Return what a pair needs on one GPU; exit with the reason if it does not fit together."""
+    # these import SGLang, which is slow; --at-once avoids it
+    from sglang_dflash import config
+    from sglang_dflash.commands.memory_plan import RankMemory
+    from sglang_dflash.glue.startup.drafter_format import read_config
+    from sglang_dflash.glue.startup.server_args import describe_target
+
+    try:
+        configs = [read_config(path, trust_remote_code=False) for path in (target, drafter)]
+        spec = config.DrafterSpec.from_config(configs[1].to_dict(), name=drafter)
+        config.check_pair(spec, describe_target(configs[0], name=target))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"pair: {target} + {drafter}. {error}") from None
+    asked = argparse.Namespace(
         tp_size=1,
         quantization=None,
         trust_remote_code=False,
-        gpu_memory_gb=None,
-        card=None,
+        swa_full_tokens_ratio=1.0,
         kv_cache_dtype=None,
     )
-    findings, plan = look_at_pair(pair)
-    if plan is None:
-        bad = next(finding for finding in findings if finding.state == "bad")
-        raise SystemExit(f"{bad.name}: {bad.found}. {bad.advice}")
-    parts = {name: str(value).split() for name, value in plan["memory"].items()}
-    unknown = [name for name, words in parts.items() if words[0].startswith("unknown")]
-    if unknown:
-        raise SystemExit(f"{target}: the size of its weights is unknown. Pass --at-once.")
-    weights = sum(float(w[0]) for name, w in parts.items() if name.endswith("weights"))
-    kv = sum(int(w[0]) for name, w in parts.items() if "KV per token" in name)
-    return weights + kv * tokens / 2**30 + OTHER_GIB
+    return RankMemory.of_pair(*configs, drafter=spec, paths=(target, drafter), asked=asked)
 
 
 def serve_all(

@@ -6,22 +6,23 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import ROOT
-from sglang_dflash.testing.server import SCHEDULES, ServerProcess
+from sglang_dflash.testing.server import SCHEDULES, ServerProcess, free_port
 
 SYSTEMS = ("plain", "in-tree", "ours")
-PEERS = ("plain", "in-tree")
 # ours with overlap scheduling off, and on with the plan stream
 SCHEDULED = {
     "ours-in-turn": SCHEDULES["in turn"],
     "ours-plan-stream": SCHEDULES["plan stream"],
 }
 BLOCK_SIZE = 16
+TOKENS_AHEAD = 64  # slots that a request reserves for upcoming blocks
 # ours with a verify width other than the automatic one
 WIDTHS = ("uniform", *(str(rows) for rows in range(1, BLOCK_SIZE + 1)))
 BACKENDS = ("triton", "fa3", "fa4", "flashinfer")
@@ -33,13 +34,25 @@ OUR_TARGET_BACKEND, OUR_DRAFT_BACKEND = "triton", "fa4"
 def system_name(word: str) -> str:
     """Return `word` if it names a system: `in-tree-fa4` is SGLang's DFLASH with its target on fa4,
     `plain-triton` plain decoding on Triton, `ours-16` ours with 16 rows per request."""
-    if word in SYSTEMS or word in SCHEDULED or named_backend(word) or named_width(word):
+    if word in SCHEDULED or named_backend(word):
         return word
-    known = ", ".join([*SYSTEMS, *SCHEDULED])
+    backends = f"the target's attention backend ({', '.join(BACKENDS)})"
+    more = f", and SYSTEM-BACKEND, such as in-tree-fa4, {backends}"
+    return _name_of_width(word, [*SYSTEMS, *SCHEDULED], more=more)
+
+
+def name_of_width(word: str) -> str:
+    """Return `word` if it names a system that differs from the three at most by its verify width,
+    for programs that know the widths and neither schedules nor backends."""
+    return _name_of_width(word, SYSTEMS)
+
+
+def _name_of_width(word: str, known: Sequence[str], *, more: str = "") -> str:
+    if word in SYSTEMS or named_width(word):
+        return word
     raise argparse.ArgumentTypeError(
-        f"{word!r} is not one of {known}; ours-uniform and ours-N, N from 1 to {BLOCK_SIZE}, set "
-        f"the verify width, and SYSTEM-BACKEND, such as in-tree-fa4, the target's attention "
-        f"backend ({', '.join(BACKENDS)})"
+        f"{word!r} is not one of {', '.join(known)}; ours-uniform and ours-N, N from 1 to "
+        f"{BLOCK_SIZE}, set the verify width{more}"
     )
 
 
@@ -140,6 +153,21 @@ def server_command(system: str, options: argparse.Namespace, block_size: int) ->
     if on_gpu:
         command += backend_args(system, options.model_path, options.peer_attention_backend)
     return command
+
+
+def serve(system: str, options: argparse.Namespace, *, neighbourly: list[str]) -> ServerProcess:
+    """Start a system's server with the launch script that a user would use; `neighbourly` are the
+    arguments that make it leave room for others."""
+    port = free_port()
+    if torch.cuda.is_available():
+        command = [str(ROOT / "launch" / "serve.sh"), options.model_path, options.draft_model_path]
+        command += backend_args(system, options.model_path, options.peer_attention_backend)
+    else:
+        command = [str(ROOT / "launch" / "cpu.sh"), "--model-path", options.model_path]
+        if kind_of(system) != "plain":
+            command += ["--speculative-draft-model-path", options.draft_model_path]
+    command += [*neighbourly, *options.server_args, "--port", str(port)]
+    return ServerProcess(command, env=switches(system), port=port)
 
 
 def switches(system: str, simulate_accept_length: float = 0.0) -> dict[str, str]:

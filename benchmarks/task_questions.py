@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 import openai
 
+from benchmarks import result_files
 from benchmarks.task_files import file_of
 from benchmarks.task_report import Answer
 from sglang_dflash.testing.server import ServerProcess
@@ -55,11 +55,19 @@ def read_questions(folder: Path, task: str, limit: int) -> list[Question]:
         raise SystemExit(
             f"{path} does not exist. --data must be a folder that contains {task}.jsonl."
         )
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    questions = [
-        Question(str(row["id"]), tuple(row.get("turns") or [row["prompt"]]), row.get("reference"))
-        for row in rows
-    ]
+    try:
+        questions = [
+            Question(
+                str(row["id"]), tuple(row.get("turns") or [row["prompt"]]), row.get("reference")
+            )
+            for row in result_files.read_lines(path, "--data:")
+        ]
+    except KeyError as error:
+        raise SystemExit(
+            f"--data: {path} has a line without {error}. Each has `id`, and `turns` or `prompt`."
+        ) from None
+    if not questions:
+        raise SystemExit(f"--data: {path} has no questions. Fill it, or leave it out by --tasks.")
     random.Random(task).shuffle(questions)
     return questions[: limit or None]
 

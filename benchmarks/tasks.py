@@ -36,7 +36,7 @@ from typing import Any
 import requests
 import torch
 
-from benchmarks import ROOT, result_files, sharing, systems, task_files
+from benchmarks import result_files, sharing, systems, task_files
 from benchmarks.systems import SYSTEMS
 from benchmarks.task_questions import (
     TASKS,
@@ -53,27 +53,11 @@ from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.progress import Progress, say
-from sglang_dflash.testing.server import ServerProcess, free_port
+from sglang_dflash.testing.server import ServerProcess
 from sglang_dflash.train.prompts import sha256
 
 WARM_UP_TOKENS = 32
 PROMPT_TOKENS = 1024  # KV-pool room for a prompt when servers run side by side
-
-
-def serve(system: str, options: argparse.Namespace, neighbourly: list[str]) -> ServerProcess:
-    """Start one system's server with the launch script that a user would use; `neighbourly` are
-    the arguments that make it leave room for others."""
-    port = free_port()
-    if torch.cuda.is_available():
-        command = [str(ROOT / "launch" / "serve.sh"), options.model_path, options.draft_model_path]
-        forced = options.peer_attention_backend
-        command += systems.backend_args(system, options.model_path, forced)
-    else:
-        command = [str(ROOT / "launch" / "cpu.sh"), "--model-path", options.model_path]
-        if systems.kind_of(system) != "plain":
-            command += ["--speculative-draft-model-path", options.draft_model_path]
-    command += [*neighbourly, *options.server_args, "--port", str(port)]
-    return ServerProcess(command, env=systems.switches(system), port=port)
 
 
 def describe_pair(target: str, drafter: str) -> dict[str, str]:
@@ -184,7 +168,10 @@ class Run:
 
     def _run_group(self, names: list[str], progress: Progress) -> None:
         neighbourly = sharing.server_args(self._tokens_needed()) if len(names) > 1 else []
-        starts = {name: partial(serve, name, self.options, neighbourly) for name in names}
+        starts = {
+            name: partial(systems.serve, name, self.options, neighbourly=neighbourly)
+            for name in names
+        }
 
         def stop(name: str, server: ServerProcess) -> None:
             systems.stop_server(server, self.options.logs, name)

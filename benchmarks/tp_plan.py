@@ -16,9 +16,9 @@ waiting for the slowest rank are left out. A plan is for choosing what to measur
 
 from __future__ import annotations
 
-import json
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import ROOT
+from benchmarks import ROOT, result_files
+from benchmarks.systems import BLOCK_SIZE
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.commands.memory_plan import BYTES, GIB, RankMemory, kv_bytes_per_token
 from sglang_dflash.costs import GraphCosts
@@ -35,7 +36,6 @@ from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.simulate import DrawnAcceptance
 from sglang_dflash.width import Choice, WidthPolicy
 
-BLOCK = 16
 RANKS = (1, 2, 4, 8)
 REQUESTS = (1, 8, 32, 128, 256)
 ACCEPT_LENGTHS = (2.0, 4.2, 8.0)
@@ -119,7 +119,7 @@ def verify_ms(pair: Pair, rows: float, card: Card, ranks: int) -> float:
 def draft_ms(pair: Pair, requests: float, card: Card, ranks: int) -> float:
     """Return the roofline of drafting: the drafter's layers, and the head for every draft."""
     divided = (pair.draft_bytes - pair.projection_bytes + pair.head_bytes) / ranks
-    return roofline_ms(divided + pair.projection_bytes, BLOCK * requests, card)
+    return roofline_ms(divided + pair.projection_bytes, BLOCK_SIZE * requests, card)
 
 
 def collective_ms(size: float, card: Card, ranks: int, *, latency_us: float, trips: int) -> float:
@@ -193,7 +193,7 @@ class Measured:
             rest={rows: UNDIVIDED * ms for rows, ms in whole.items()},
             attention={n: token * n * CONTEXT for n in (1.0, 256.0)},
             draft={
-                float(n): ms + between(heads, float(n) * (BLOCK - 1))
+                float(n): ms + between(heads, float(n) * (BLOCK_SIZE - 1))
                 for n, ms in costs["draft_ms"].items()
             },
         )
@@ -201,8 +201,8 @@ class Measured:
 
 # parts of a trace, and the size per request by which each goes
 PARTS: dict[str, tuple[tuple[str, ...], int]] = {
-    "products": (("verify matrix products",), BLOCK),
-    "rest": (("verify rest", "commit", "idle"), BLOCK),
+    "products": (("verify matrix products",), BLOCK_SIZE),
+    "rest": (("verify rest", "commit", "idle"), BLOCK_SIZE),
     "attention": (("verify attention",), 1),
     "draft": (("draft",), 1),
 }
@@ -246,17 +246,19 @@ class Model:
             draft_ms(self.pair, requests, where, n)
             for where, n in ((card, ranks), (CARDS[MEASURED_ON], 1))
         )
-        rows = BLOCK * requests
+        rows = BLOCK_SIZE * requests
         _, added = communication_ms(self.pair, rows, card, ranks, self.latency_us)
         return between(self.measured.draft, requests) * now / then + added
 
     def costs(self, requests: int, card: Card, ranks: int) -> GraphCosts:
         """Return the costs that a server would have timed, at a number of requests."""
         rows = [
-            requests * w for w in range(1, BLOCK + 1) if w == 1 or requests * w <= LARGEST_GRAPH
+            requests * w
+            for w in range(1, BLOCK_SIZE + 1)
+            if w == 1 or requests * w <= LARGEST_GRAPH
         ]
         return GraphCosts(
-            BLOCK,
+            BLOCK_SIZE,
             {n: self.verify_ms(n, requests, card, ranks) for n in rows},
             {requests: self.draft_ms(requests, card, ranks)},
         )
@@ -273,16 +275,16 @@ class Cell(NamedTuple):
 @cache
 def drawn(accept_length: float) -> list[list[int]]:
     """Return the correct drafts of some requests in some steps, as benchmarks.load draws them."""
-    acceptance = DrawnAcceptance(BLOCK)
+    acceptance = DrawnAcceptance(BLOCK_SIZE)
     ids = [f"accept{accept_length:g}-{i}" for i in range(LEARNT_REQUESTS)]
     return [acceptance.draw(ids).num_correct.tolist() for _ in range(LEARNT_STEPS)]
 
 
 def chosen(costs: GraphCosts, requests: int, accept_length: float) -> Cell:
     """Return the step that the server's policy chooses after it has learnt the acceptance."""
-    policy = WidthPolicy(BLOCK, costs)
+    policy = WidthPolicy(BLOCK_SIZE, costs)
     for num_correct in drawn(accept_length):
-        policy.record(BLOCK, num_correct)
+        policy.record(BLOCK_SIZE, num_correct)
     policy.choose(requests, context=0)
     width = int(str(policy.snapshot()["width"]))
     step_ms = float(costs.step_ms(requests, 0)[width - 1])
@@ -328,7 +330,7 @@ def report(model: Model) -> str:
 def read_pair(shapes: Path, weights_gib: Mapping[str, float]) -> Pair:
     """Read the configs of a pair; exit if its target is not dense."""
     target, draft = (
-        json.loads((folder / "config.json").read_text())
+        result_files.read(folder / "config.json", "--shapes")
         for folder in (shapes, shapes.with_name(f"{shapes.name}-draft"))
     )
     if target.get("num_experts") or target.get("num_local_experts"):
@@ -339,6 +341,17 @@ def read_pair(shapes: Path, weights_gib: Mapping[str, float]) -> Pair:
     return Pair(
         target, draft, weights_gib["target_weights"] * GIB, weights_gib["draft_weights"] * GIB
     )
+
+
+@contextlib.contextmanager
+def naming(option: str, path: Path) -> Iterator[None]:
+    """Exit with the name of the file if it lacks what the block reads from it."""
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise SystemExit(
+            f"{option} {path} is another kind of file: {error!r}. --help says what is read."
+        ) from None
 
 
 def main() -> None:
@@ -353,12 +366,15 @@ def main() -> None:
     )
     parser.add_argument("--latency-us", type=float, default=10.0, help="of each collective")
     options = parser.parse_args()
-    found = json.loads(options.serving.read_text())
-    pair = read_pair(options.shapes, found["results"]["ours"]["memory_gb"])
-    measured = Measured.from_serving(found, options.serving.name)
+    found = result_files.read(options.serving, "--serving", "results")
+    with naming("--serving", options.serving):
+        weights = found["results"]["ours"]["memory_gb"]
+        measured = Measured.from_serving(found, options.serving.name)
+    pair = read_pair(options.shapes, weights)
     if options.server_info:
-        told = json.loads(options.server_info.read_text())
-        measured = Measured.from_server_info(told, options.server_info.name)
+        told = result_files.read(options.server_info, "--server-info")
+        with naming("--server-info", options.server_info):
+            measured = Measured.from_server_info(told, options.server_info.name)
     print(report(Model(pair, measured, options.latency_us)))
 
 

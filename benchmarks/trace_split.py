@@ -13,7 +13,6 @@ and idle add up to the step.
 
 from __future__ import annotations
 
-import gzip
 import json
 import sys
 from collections import Counter
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import result_files
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 
@@ -34,9 +34,7 @@ Event = dict[str, Any]
 
 def kernels(path: Path) -> list[Event]:
     """Return the GPU work of a trace, sorted by start time."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt") as file:
-        events = json.load(file)["traceEvents"]
+    events = result_files.read(path, "trace", "traceEvents")["traceEvents"]
     work = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     return sorted(work, key=lambda e: e["ts"])
 

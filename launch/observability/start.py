@@ -37,8 +37,27 @@ GRAFANA_HOMES = (Path("/usr/share/grafana"), Path("/usr/local/share/grafana"))
 
 def main() -> int:
     options = parse()
-    prometheus = shutil.which("prometheus")
-    if prometheus is None:
+    check(options)
+    # `timeout` and service managers send SIGTERM: the programs must not outlive this one
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    options.data.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as running:
+        programs = [running.enter_context(start_prometheus(options))]
+        print(f"Prometheus: {url_of(options.prometheus_port)}", flush=True)
+        grafana = start_grafana(options)
+        if grafana is not None:
+            programs.append(running.enter_context(grafana))
+            print(f"Grafana: {url_of(options.grafana_port)}", flush=True)
+        print("Ctrl-C ends it.", flush=True)
+        while all(program.is_running for program in programs):
+            time.sleep(0.5)
+        [ended, *_] = [program for program in programs if not program.is_running]
+        raise SystemExit(f"{ended.name} has ended:\n{ended.log_tail()}")
+
+
+def check(options: argparse.Namespace) -> None:
+    """Exit if the programs cannot start; print which servers have nothing to show yet."""
+    if shutil.which("prometheus") is None:
         raise SystemExit(
             "There is no program `prometheus` here. Install it (Debian: apt install prometheus), "
             "or use containers: docker compose -f launch/observability/compose.yml up"
@@ -47,51 +66,38 @@ def main() -> int:
     refuse_taken(options.grafana_port, "--grafana-port")
     for target in options.targets:
         warn_without_metrics(target)
-    # `timeout` and service managers send SIGTERM: the programs must not outlive this one
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    options.data.mkdir(parents=True, exist_ok=True)
-    url = f"http://127.0.0.1:{options.prometheus_port}"
-    with contextlib.ExitStack() as running:
-        programs = [
-            running.enter_context(
-                Program(
-                    "prometheus",
-                    [
-                        prometheus,
-                        f"--config.file={write_config(options.data, options.targets)}",
-                        f"--storage.tsdb.path={options.data / 'prometheus'}",
-                        f"--web.listen-address=127.0.0.1:{options.prometheus_port}",
-                    ],
-                    ready=f"{url}/-/ready",
-                    data=options.data,
-                )
-            )
-        ]
-        print(f"Prometheus: {url}", flush=True)
-        grafana = grafana_command()
-        if grafana is None:
-            print(
-                "There is no program `grafana` here, so there is no dashboard. Install Grafana "
-                "from its own packages, or use containers, or `python -m sglang_dflash report "
-                "--web`, which needs neither.",
-                flush=True,
-            )
-        else:
-            page = f"http://127.0.0.1:{options.grafana_port}"
-            program = Program(
-                "grafana",
-                grafana,
-                ready=f"{page}/api/health",
-                data=options.data,
-                env=grafana_settings(options, url),
-            )
-            programs.append(running.enter_context(program))
-            print(f"Grafana: {page}", flush=True)
-        print("Ctrl-C ends it.", flush=True)
-        while all(program.is_running for program in programs):
-            time.sleep(0.5)
-        [ended, *_] = [program for program in programs if not program.is_running]
-        raise SystemExit(f"{ended.name} has ended:\n{ended.log_tail()}")
+
+
+def url_of(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
+def start_prometheus(options: argparse.Namespace) -> Program:
+    command = ["prometheus", f"--config.file={write_config(options.data, options.targets)}"]
+    command += [f"--storage.tsdb.path={options.data / 'prometheus'}"]
+    command += [f"--web.listen-address=127.0.0.1:{options.prometheus_port}"]
+    ready = f"{url_of(options.prometheus_port)}/-/ready"
+    return Program("prometheus", command, ready=ready, data=options.data)
+
+
+def start_grafana(options: argparse.Namespace) -> Program | None:
+    """Start Grafana; if it is not installed, say what shows the numbers without it."""
+    command = grafana_command()
+    if command is None:
+        print(
+            "There is no program `grafana` here, so there is no dashboard. Install Grafana from "
+            "its own packages, or use containers, or `python -m sglang_dflash report --web`, which "
+            "needs neither.",
+            flush=True,
+        )
+        return None
+    return Program(
+        "grafana",
+        command,
+        ready=f"{url_of(options.grafana_port)}/api/health",
+        data=options.data,
+        env=grafana_settings(options, url_of(options.prometheus_port)),
+    )
 
 
 def parse() -> argparse.Namespace:

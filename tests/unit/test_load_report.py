@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import load_points, load_report
+from benchmarks import load_points, load_report, result_files
 from tests.saved_figures import saved_figures
 
 
@@ -50,7 +50,7 @@ RESULTS = {
     "ours": {
         "points": [
             point("accept8", 8, 690.0, width={"steps_by_width": {"16": 9, "12": 1}}),
-            point("accept8", 32, 790.0, spread=0.04),
+            point("accept8", 32, 790.0, spread=0.06),
             point("accept8", 256, 1200.0, graph=False, short=True),
             point("accept1", 32, 197.0),
         ]
@@ -74,6 +74,16 @@ def test_the_table_says_what_was_reached() -> None:
     assert many[:4] == ["256", "1000.0", "", "1.200 e s"]
     assert many[4:] == ["1200.0 e s", "", "", "1.2", "met"]
     assert cells("accept1")[0][-2:] == ["0.98", "met"]
+
+
+def test_the_table_marks_as_many_rates_as_the_picture_counts() -> None:
+    """They would otherwise contradict each other in one document."""
+    near, apart = point("accept8", 8, 690.0, spread=0.04), point("accept8", 32, 790.0, spread=0.06)
+    found = {"results": {"ours": {"points": [near, apart]}}}
+    assert [load_report.marks(each) for each in (near, apart)] == ["", " ?"]
+    assert "? marks a rate whose windows are more than 5% apart" in load_report.report(found)
+    [remark] = result_files.remarks_on(found)
+    assert remark == "1 of the 2 rates differ by more than 5% between two runs."
 
 
 def test_the_report_names_what_was_missed_and_skipped() -> None:

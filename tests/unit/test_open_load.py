@@ -41,6 +41,21 @@ def test_prompts_are_first_questions(tmp_path: Path) -> None:
     assert sorted(real_text.read_prompts([file])) == ["a", "c", "d", "e"]
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("5", "line 1 is '5'"),
+        ("", "it has no question"),
+        ('{"prompt": "a"}\n{}', "its object 2 has"),
+    ],
+)
+def test_a_file_without_questions_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text(text)
+    with pytest.raises(SystemExit, match=f"^--prompts {file}: {said}"):
+        real_text.read_prompts([file])
+
+
 def test_a_stream_is_timed_from_its_arrival_to_its_last_token() -> None:
     clock = count(start=3)
     lines = [b"", part(1), b"", part(4), part(9), b"data: [DONE]"]

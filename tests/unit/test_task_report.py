@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import result_files, tasks
-from benchmarks.task_questions import Question, Round, take
+from benchmarks.task_questions import Question, Round, read_questions, take
 from benchmarks.task_report import Answer, compare, is_right, mean_ratios, tables
 
 
@@ -117,6 +117,21 @@ def test_a_task_of_few_questions_asks_them_again() -> None:
     assert [one.id for one in found] == ["a", "b", "a again 1", "b again 1", "a again 2"]
     assert {one.reference for one in found} == {"42"}
     assert take(questions, 1) == questions[:1]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no questions"),
+        ("5", "line 1 is '5'"),
+        ('{"id": 1}', "has a line without 'prompt'"),
+    ],
+)
+def test_a_file_without_questions_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    """`--questions` would otherwise divide by their number, after a minute of starting servers."""
+    (tmp_path / "gsm8k.jsonl").write_text(text)
+    with pytest.raises(SystemExit, match=f"^--data: {tmp_path}/gsm8k.jsonl:? {said}"):
+        read_questions(tmp_path, "gsm8k", 0)
 
 
 def test_as_many_numbers_of_questions_as_of_requests(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import ROOT, tp_plan
-from benchmarks.tp_plan import BLOCK, CARDS, RANKS, Measured, Model
+from benchmarks.systems import BLOCK_SIZE
+from benchmarks.tp_plan import CARDS, RANKS, Measured, Model
 
 SERVING = ROOT / "benchmarks" / "results" / "serving-h200.json"
 SHAPES = ROOT / "benchmarks" / "shapes"
@@ -36,7 +37,7 @@ def test_one_card_takes_the_step_that_was_measured(
         if (point["requests"], point["context"]) == (requests, 512)
     ]
     ms = model.costs(requests, CARDS["H200"], 1).step_ms(requests, 0)
-    assert ms[BLOCK - 1] == pytest.approx(measured, rel=1e-6)
+    assert ms[BLOCK_SIZE - 1] == pytest.approx(measured, rel=1e-6)
 
 
 def test_one_rank_talks_to_nobody(model: Model) -> None:
@@ -108,7 +109,7 @@ def test_costs_of_a_server_are_read_back(model: Model) -> None:
         own = Model(model.pair, Measured.from_server_info(told, "server"))
         for requests, expected in ((1, 19.5), (8, 23.8), (32, 53.0)):
             ms = own.costs(requests, CARDS["H200"], 1).step_ms(requests, 0)
-            assert ms[BLOCK - 1] == pytest.approx(expected)
+            assert ms[BLOCK_SIZE - 1] == pytest.approx(expected)
 
 
 def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
