@@ -6,7 +6,9 @@ accept length, because the target corrects whatever a drafter proposes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_dflash import dflash2_format, speculators_format
@@ -94,6 +96,76 @@ _READ_IN_DFLASH = {
 _READ_IN_DFLASH2 = {*dflash2_format.SIZES, *dflash2_format.TRANSFORMS}
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """What a value must be."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def _whole(least: int) -> _Kind:
+    # a bool is an int to Python, and never one to a config
+    return _Kind(f"a whole number of {least} or more", lambda v: type(v) is int and v >= least)
+
+
+def _list_of(words: str, kind: type) -> _Kind:
+    return _Kind(
+        f"a list of {words}",
+        lambda v: isinstance(v, list | tuple) and all(type(each) is kind for each in v),
+    )
+
+
+_NUMBER = _Kind("a number of more than 0", lambda v: type(v) in (int, float) and 0 < v < math.inf)
+_OBJECT = _Kind("an object", lambda v: isinstance(v, Mapping))
+_WORD = _Kind("a word", lambda v: isinstance(v, str))
+_WORDS = _list_of("words", str)
+_LAYER_IDS = _list_of("whole numbers", int)
+# what a key must be at any level of the config if it is given; null is as good as absent
+_KINDS = {
+    "architectures": _WORDS,
+    # the last token and at least one draft
+    "block_size": _whole(2),
+    "dflash_config": _OBJECT,
+    "draft_vocab_size": _whole(1),
+    "factor": _NUMBER,
+    "head_dim": _whole(1),
+    "hidden_size": _whole(1),
+    "intermediate_size": _whole(1),
+    "layer_types": _WORDS,
+    "mask_token_id": _whole(0),
+    "max_position_embeddings": _whole(1),
+    "num_attention_heads": _whole(1),
+    "num_hidden_layers": _whole(1),
+    "num_key_value_heads": _whole(1),
+    "num_target_layers": _whole(1),
+    "rms_norm_eps": _NUMBER,
+    "rope_parameters": _OBJECT,
+    "rope_scaling": _OBJECT,
+    "rope_theta": _NUMBER,
+    # some configs without such layers have a 0
+    "sliding_window": _whole(0),
+    "target_layer_ids": _LAYER_IDS,
+    "vocab_size": _whole(1),
+    # of the speculators format
+    "aux_hidden_state_layer_ids": _LAYER_IDS,
+    "speculators_config": _OBJECT,
+    "speculators_model_type": _WORD,
+    "transformer_layer_config": _OBJECT,
+    "verifier": _OBJECT,
+}
+# the levels, each by the keys that lead there
+_LEVELS = (
+    (),
+    ("dflash_config",),
+    ("rope_parameters",),
+    ("rope_scaling",),
+    ("speculators_config",),
+    ("speculators_config", "verifier"),
+    ("transformer_layer_config",),
+)
+
+
 def _understood_values(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Return the supported values of each switch, at whichever level of the config it appears."""
     dflash = config.get("dflash_config") or {}
@@ -136,8 +208,10 @@ def _understood_values(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 def read(config: Mapping[str, Any], *, name: str) -> Mapping[str, Any]:
     """Return a drafter's config in the released format, from either format. Raise ValueError
     listing every unsupported key and value."""
+    refuse_other_kinds(config, name=name)
     if speculators_format.describes(config):
         config = speculators_format.translate(config, name=name)
+    _refuse_odd_heads(config, name=name)
     refuse_unknown(config, name=name)
     return config
 
@@ -168,6 +242,51 @@ def scales_embedding(config: Mapping[str, Any]) -> bool:
 
 def _says(config: Mapping[str, Any], key: str) -> bool:
     return any(level.get(key) is True for level in (config, config.get("dflash_config") or {}))
+
+
+def refuse_other_kinds(config: Any, *, name: str) -> None:
+    """Raise ValueError listing every value in a drafter's config.json, of either format, that is of
+    another kind than its key demands. The file may hold any JSON."""
+    if not isinstance(config, Mapping):
+        raise ValueError(
+            f"The config.json of the drafter {name} holds {_shortened(config)}, not an object. "
+            "Download it again, or pass a drafter's folder."
+        )
+    wrong = []
+    for keys in _LEVELS:
+        level: Any = config
+        for key in keys:
+            level = level.get(key) if isinstance(level, Mapping) else None
+        # a level of another kind is listed where it is a value
+        if isinstance(level, Mapping):
+            wrong += [
+                f"{'.'.join((*keys, key))} is {_shortened(level[key])}, not {kind.words}"
+                for key, kind in _KINDS.items()
+                if level.get(key) is not None and not kind.holds(level[key])
+            ]
+    _refuse(wrong, name=name)
+
+
+def _refuse_odd_heads(config: Mapping[str, Any], *, name: str) -> None:
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    width = config.get("head_dim")
+    if width is None and heads and config.get("hidden_size"):
+        width = config["hidden_size"] // heads
+    wrong = []
+    if heads and kv_heads and heads % kv_heads:
+        wrong.append(f"{heads} num_attention_heads cannot share {kv_heads} num_key_value_heads")
+    # RoPE rotates one half of a head against the other
+    if width is not None and (width < 2 or width % 2):
+        wrong.append(f"its heads have {width} values, not a multiple of 2")
+    _refuse(wrong, name=name)
+
+
+def _refuse(wrong: list[str], *, name: str) -> None:
+    if wrong:
+        raise ValueError(
+            f"The config.json of the drafter {name} cannot be right: {'; '.join(wrong)}. Correct "
+            "it, or download it again."
+        )
 
 
 def refuse_unknown(config: Mapping[str, Any], *, name: str) -> None:

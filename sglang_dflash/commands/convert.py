@@ -20,7 +20,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from sglang_dflash import drafter_config, mask_embedding, speculators_format
 from sglang_dflash.checkpoint import check_checkpoint
+from sglang_dflash.commands.config_file import UNREADABLE, read_config_file
 from sglang_dflash.config import DrafterSpec
+from sglang_dflash.reference import Drafter, DrafterConfig
 from sglang_dflash.speculators_format import HEAD, OFFSETS
 
 # in the order in which a checkpoint's head is looked for; the last one is a tied embedding
@@ -41,7 +43,7 @@ def run_convert(options: argparse.Namespace) -> int:
 def convert(source: Path, destination: Path, *, target: str | None) -> str:
     """Write a drafter in the other format into a new folder; return what was done. Raise ValueError
     for what the other format cannot represent."""
-    raw = _read_config(source)
+    raw = read_config_file(source, wanted="a drafter's folder as SRC")
     if destination.exists():
         raise ValueError(f"{destination} exists already. Pass a folder that does not, as DST.")
     if (source / mask_embedding.FILE).exists():
@@ -54,11 +56,13 @@ def convert(source: Path, destination: Path, *, target: str | None) -> str:
     check_checkpoint(str(source), role="drafter")
     weights = _read_weights(source)
     if speculators_format.describes(raw):
-        kind = "released format"
-        written = _to_released(raw, config, spec, target)
         weights = speculators_format.drafters_own(
             weights, whole_vocabulary=spec.own_vocab_size is None
         )
+    _check_tensors(weights, spec)
+    if speculators_format.describes(raw):
+        kind = "released format"
+        written = _to_released(raw, config, spec, target)
         if spec.own_vocab_size is not None:
             _drop_copied_head(weights, spec, target)
     else:
@@ -66,11 +70,70 @@ def convert(source: Path, destination: Path, *, target: str | None) -> str:
         written = _to_speculators(config, spec, target)
         if spec.own_vocab_size is not None:
             weights[speculators_format.IS_DRAFTED] = _is_drafted(weights[OFFSETS], spec)
-    destination.mkdir(parents=True)
+    _make_folder(destination)
     text = json.dumps(written, indent=2, sort_keys=True)
     (destination / "config.json").write_text(text + "\n")
     save_file(weights, destination / "model.safetensors", metadata={"format": "pt"})
     return f"{destination} is {source} in the {kind}, with {len(weights)} tensors."
+
+
+def _make_folder(destination: Path) -> None:
+    try:
+        destination.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(
+            f"{destination} cannot be made: {error.strerror}. Pass a new folder as DST, where you "
+            "may write."
+        ) from None
+
+
+def _check_tensors(weights: Mapping[str, Tensor], spec: DrafterSpec) -> None:
+    """Raise ValueError unless these are the tensors that the drafter's config demands: a server
+    would refuse any others."""
+    demanded = _demanded_shapes(spec)
+    found = {name: list(tensor.shape) for name, tensor in weights.items()}
+    wrong = [
+        f"{name} has shape {found[name]} instead of {demanded[name]}"
+        for name in sorted(demanded.keys() & found.keys())
+        if found[name] != demanded[name]
+    ]
+    told = {
+        "missing": sorted(demanded.keys() - found.keys()),
+        "unknown": sorted(found.keys() - demanded.keys()),
+        "of another shape": wrong,
+    }
+    if any(told.values()):
+        counted = [f"{len(names)} {what} ({_some(names)})" for what, names in told.items() if names]
+        raise ValueError(
+            f"The tensors of the drafter {spec.name} are not those that its config.json demands: "
+            f"{', '.join(counted)}. Download all of its files again, or use another drafter."
+        )
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
+def _demanded_shapes(spec: DrafterSpec) -> dict[str, list[int]]:
+    config = DrafterConfig(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        vocab_size=spec.vocab_size,
+        block_size=spec.block_size,
+        mask_token_id=spec.mask_token_id,
+        target_layer_ids=spec.target_layer_ids,
+        layer_types=spec.layer_types,
+        sliding_window=spec.sliding_window,
+        attention_bias=spec.has_bias,
+        draft_vocab_size=spec.own_vocab_size,
+        dflash2=spec.dflash2,
+    )
+    with torch.device("meta"):
+        return {name: list(each.shape) for name, each in Drafter(config).state_dict().items()}
 
 
 def _to_released(
@@ -184,15 +247,6 @@ def _is_drafted(offsets: Tensor, spec: DrafterSpec) -> Tensor:
     return torch.zeros(spec.vocab_size, dtype=torch.bool).index_fill(0, tokens, True)
 
 
-def _read_config(source: Path) -> dict[str, Any]:
-    try:
-        return json.loads((source / "config.json").read_text())
-    except OSError:
-        raise ValueError(f"{source} has no config.json. Pass a drafter's folder as SRC.") from None
-    except ValueError as error:
-        raise ValueError(f"{source / 'config.json'} is not JSON: {error}.") from None
-
-
 def _read_weights(source: Path) -> dict[str, Tensor]:
     files = sorted(source.glob("*.safetensors"))
     if not files:
@@ -204,9 +258,11 @@ def _read_weights(source: Path) -> dict[str, Tensor]:
 
 
 def _target_config(target: str) -> PretrainedConfig:
+    if Path(target).is_dir():
+        read_config_file(Path(target), wanted="the drafter's target as --model-path")
     try:
         return AutoConfig.from_pretrained(target).get_text_config()
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise ValueError(
             f"--model-path {target} has no model that transformers can read: "
             f"{str(error).splitlines()[0]} Pass the drafter's target."

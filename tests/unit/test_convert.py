@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,13 @@ def test_wrong_arguments_are_told(
         (str(source), str(tmp_path / "b")): "Pass --model-path with the drafter's target",
         (str(source), str(source)): "exists already",
         (str(tmp_path / "nothing"), str(tmp_path / "b")): "has no config.json",
-        (str(source), str(tmp_path / "b"), "--model-path", str(tmp_path)): "has no model that",
+        (
+            str(source),
+            str(tmp_path / "b"),
+            "--model-path",
+            str(tmp_path),
+        ): "has no config.json. Pass the drafter's target",
+        (str(source), str(tmp_path / "b"), "--model-path", "no/such/folder"): "has no model that",
     }
     for arguments, told in asked.items():
         assert main(["convert", *arguments]) == 1
@@ -193,6 +200,80 @@ def test_wrong_arguments_are_told(
     (source / "model.safetensors").unlink()
     assert main(["convert", str(source), str(tmp_path / "b"), "--model-path", str(target)]) == 1
     assert "has no safetensors" in capsys.readouterr().out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], source: Path, target: Path) -> str:
+    destination = source.parent / "refused"
+    assert main(["convert", str(source), str(destination), "--model-path", str(target)]) == 1
+    assert not destination.exists()
+    [told] = capsys.readouterr().out.splitlines()
+    return told
+
+
+@pytest.mark.parametrize("make", [make_drafter, make_speculators_drafter])
+def test_tensors_that_no_server_would_load_are_refused(
+    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str], make: Callable[..., Path]
+) -> None:
+    source = make(tmp_path / "a")
+    file = source / "model.safetensors"
+    whole = load_file(file)
+
+    def told(**changes: torch.Tensor | None) -> str:
+        found = {name: each for name, each in (whole | changes).items() if each is not None}
+        save_file(found, file)
+        return refusal(capsys, source, target)
+
+    renamed = told(**{"norm.weight": None, "extra.weight": torch.zeros(2)})
+    assert "1 missing (norm.weight), 1 unknown (extra.weight)" in renamed
+    norm = told(**{"norm.weight": torch.zeros(2)})
+    assert f"(norm.weight has shape [2] instead of [{HIDDEN}])" in norm
+    # as after a download that was interrupted between two shards
+    half = told(**{name: None for name in whole if name.startswith("layers.1.")})
+    assert "11 missing (layers.1.input_layernorm.weight, layers.1.mlp" in half
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("[]", "config.json holds [], not an object"),
+        ("null", "config.json holds null, not an object"),
+        ("{", "is not JSON"),
+        ('{"dflash_config": "x"}', "dflash_config is 'x', not an object"),
+        ('{"dflash_config": {"target_layer_ids": 5}}', "target_layer_ids is 5, not a list"),
+        ('{"layer_types": 5}', "layer_types is 5, not a list of words"),
+        ('{"num_hidden_layers": "two"}', "num_hidden_layers is 'two', not a whole number"),
+        ('{"speculators_model_type": "dflash", "speculators_config": 5}', "not an object"),
+    ],
+)
+def test_a_config_that_is_none_is_one_sentence(
+    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str], content: str, told: str
+) -> None:
+    source = make_drafter(tmp_path / "a")
+    (source / "config.json").write_text(content)
+    assert told in refusal(capsys, source, target)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"block_size": 0}, {"num_attention_heads": 0}, {"hidden_size": "128"}], ids=str
+)
+def test_a_drafter_that_cannot_be_served_is_not_converted(
+    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]
+) -> None:
+    source = make_drafter(tmp_path / "a")
+    (source / "config.json").write_text(json.dumps(read(source) | changes))
+    assert "cannot be right: " in refusal(capsys, source, target)
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(
+    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_drafter(tmp_path / "a")
+    within = source / "config.json" / "new"
+    assert main(["convert", str(source), str(within), "--model-path", str(target)]) == 1
+    assert capsys.readouterr().out == (
+        f"{within} cannot be made: Not a directory. Pass a new folder as DST, where you may "
+        "write.\n"
+    )
 
 
 @torch.no_grad()

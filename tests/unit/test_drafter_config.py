@@ -173,3 +173,72 @@ def test_the_server_needs_an_architecture_and_the_oracle_none() -> None:
     DrafterConfig.from_json(config)
     with pytest.raises(ValueError, match=r'Add "architectures": \["DFlashDraftModel"\]'):
         DrafterSpec.from_config(config, name="drafter")
+
+
+def speculators(**changes: Any) -> dict[str, Any]:
+    layers = {key: PLAIN[key] for key in ("hidden_size", "num_attention_heads", "vocab_size")}
+    return {
+        "speculators_model_type": "dflash",
+        "aux_hidden_state_layer_ids": [2, 10],
+        "block_size": 16,
+        "mask_token_id": 3,
+        "transformer_layer_config": {**layers, **(changes.pop("layers", {}))},
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ([], "holds [], not an object"),
+        (None, "holds None, not an object"),
+        ({**PLAIN, "dflash_config": "x"}, "dflash_config is 'x', not an object"),
+        (
+            plain(dflash={"target_layer_ids": 5}),
+            "dflash_config.target_layer_ids is 5, not a list of whole numbers",
+        ),
+        (
+            plain(dflash={"target_layer_ids": [1, "6"]}),
+            "dflash_config.target_layer_ids is [1, '6'], not a list of whole numbers",
+        ),
+        (plain(dflash={"mask_token_id": "3"}), "dflash_config.mask_token_id is '3', not a whole"),
+        (plain(dflash={"mask_token_id": -1}), "mask_token_id is -1, not a whole number of 0 or"),
+        (plain(dflash={"block_size": 0}), "dflash_config.block_size is 0"),
+        (plain(block_size=0), "block_size is 0, not a whole number of 2 or more"),
+        (plain(block_size=1), "block_size is 1, not a whole number of 2 or more"),
+        (plain(block_size=True), "block_size is True"),
+        (plain(num_attention_heads=0), "num_attention_heads is 0, not a whole number of 1 or more"),
+        (plain(num_key_value_heads=0), "num_key_value_heads is 0"),
+        (plain(hidden_size="128"), "hidden_size is '128', not a whole number of 1 or more"),
+        (plain(num_hidden_layers="two"), "num_hidden_layers is 'two'"),
+        (plain(layer_types=5), "layer_types is 5, not a list of words"),
+        (plain(architectures="DFlashDraftModel"), "architectures is 'DFlashDraftModel', not a"),
+        (plain(rope_scaling="yarn"), "rope_scaling is 'yarn', not an object"),
+        (plain(rope_parameters={"rope_theta": 0}), "rope_parameters.rope_theta is 0, not a number"),
+        (plain(rms_norm_eps=float("nan")), "rms_norm_eps is nan, not a number of more than 0"),
+        (
+            plain(head_dim=64.0, vocab_size=-1),
+            "head_dim is 64.0, not a whole number of 1 or more; ",
+        ),
+        (plain(num_key_value_heads=5), "32 num_attention_heads cannot share 5 num_key_value_heads"),
+        (plain(head_dim=7), "its heads have 7 values, not a multiple of 2"),
+        (speculators(aux_hidden_state_layer_ids=5), "aux_hidden_state_layer_ids is 5, not a list"),
+        (speculators(transformer_layer_config="x"), "transformer_layer_config is 'x', not an"),
+        (speculators(layers={"hidden_size": "9"}), "transformer_layer_config.hidden_size is '9'"),
+        (speculators(speculators_config={"verifier": "x"}), "speculators_config.verifier is 'x'"),
+        (speculators(speculators_model_type=["dflash"]), "speculators_model_type is ['dflash']"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_no_config_can_hold_is_refused_where_it_is_read(config: Any, named: str) -> None:
+    """By server, doctor and converter alike; later it would be a traceback, or another network."""
+    with pytest.raises(ValueError) as refused:
+        DrafterSpec.from_config(config, name="some/drafter")
+    assert "The config.json of the drafter some/drafter " in str(refused.value)
+    assert named in str(refused.value)
+    assert str(refused.value).endswith(("Correct it, or download it again.", "drafter's folder."))
+
+
+def test_every_value_of_another_kind_is_listed() -> None:
+    with pytest.raises(ValueError, match="hidden_size is '1'.*dflash_config.mask_token_id is '3'"):
+        DrafterSpec.from_config(plain(hidden_size="1", dflash={"mask_token_id": "3"}), name="one")
