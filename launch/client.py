@@ -15,6 +15,7 @@ import openai
 import requests
 
 from sglang_dflash.command_help import parser_of
+from sglang_dflash.commands.ask import full_url
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.metrics import replicas_of, together
 
@@ -44,11 +45,20 @@ def ask(client: openai.OpenAI, question: str, *, thinking: bool, max_tokens: int
 
 
 def acceptance(url: str) -> dict[str, Any] | None:
-    """Return the acceptance counters over all replicas; None without our DFLASH."""
-    response = requests.get(f"{url}/server_info", timeout=30)
-    response.raise_for_status()
-    replicas = replicas_of(response.json())
-    return together(replicas)["acceptance"] if replicas else None
+    """Return the acceptance counters over all replicas; None without our DFLASH. Raise SystemExit
+    with advice if no SGLang server answers."""
+    try:
+        response = requests.get(f"{url}/server_info", timeout=30)
+        response.raise_for_status()
+        replicas = replicas_of(response.json())
+        return together(replicas)["acceptance"] if replicas else None
+    except (requests.HTTPError, requests.JSONDecodeError) as error:
+        found = str(error)
+    except requests.RequestException:
+        raise SystemExit(f"No server answers at {url}. Start one, or pass its --url.") from None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        found = "its /server_info has another format"
+    raise SystemExit(f"{url} is not an SGLang server ({found}). Pass the --url of one.")
 
 
 def refusal(url: str, error: openai.APIError) -> str:
@@ -68,15 +78,8 @@ def main() -> None:
         "--max-tokens", type=int, help="limit for the answer; default: the rest of the context"
     )
     options = parser.parse_args()
-    url = options.url if "://" in options.url else f"http://{options.url}"
-    try:
-        before = acceptance(url)
-    except (requests.HTTPError, requests.JSONDecodeError) as error:
-        raise SystemExit(
-            f"{url} is not an SGLang server ({error}). Pass the --url of one."
-        ) from None
-    except requests.RequestException:
-        raise SystemExit(f"No server answers at {url}. Start one, or pass its --url.") from None
+    url = full_url(options.url)
+    before = acceptance(url)
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
     try:
         ask(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +21,8 @@ class NoReport(Exception):
 
     def __init__(self, state: str, message: str) -> None:
         super().__init__(message)
-        self.state = state  # "unreachable", "not sglang" or "no dflash"
+        # "unreachable", "not sglang", "no dflash" or "not understood"
+        self.state = state
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,31 @@ def full_url(url: str) -> str:
     return full
 
 
+@contextlib.contextmanager
+def understanding(url: str) -> Iterator[None]:
+    """Raise NoReport if what a server reports cannot be read: it is of another version."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise NoReport(
+            "not understood",
+            f"The DFLASH state that the server at {url} reports is not understood ({reason}). Use "
+            "the same version of sglang-dflash here and there.",
+        ) from error
+
+
 def ask(url: str) -> Answer:
     """Query a server. Raise NoReport if there is nothing to report."""
     try:
         response = requests.get(f"{url}/server_info", timeout=(CONNECT_S, ANSWER_S))
         response.raise_for_status()
         info = response.json()
-        replicas = replicas_of(info)
+        if not all(isinstance(state, dict) for state in info["internal_states"]):
+            raise TypeError("a state that is no object")
     except (requests.HTTPError, requests.JSONDecodeError, KeyError, TypeError) as error:
-        found = error if isinstance(error, requests.HTTPError) else "its /server_info is another's"
+        is_refused = isinstance(error, requests.HTTPError)
+        found = error if is_refused else "its /server_info has another format"
         raise NoReport(
             "not sglang", f"{url} is not an SGLang server ({found}). Pass the --url of one."
         ) from None
@@ -60,14 +79,16 @@ def ask(url: str) -> Answer:
         raise NoReport(
             "unreachable", f"No SGLang server answers at {url}. Start one, or pass its --url."
         ) from None
+    with understanding(url):
+        replicas = replicas_of(info)
+        for replica in replicas.values():
+            _complete(replica["acceptance"])
     if not replicas:
         raise NoReport(
             "no dflash",
             f"The server at {url} runs without our DFLASH. Start it with --speculative-algorithm "
             "DFLASH, sglang-dflash installed and SGLANG_DFLASH unset.",
         )
-    for replica in replicas.values():
-        _complete(replica["acceptance"])
     return Answer(info, replicas)
 
 

@@ -6,89 +6,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 from urllib.parse import urlsplit
 
-from sglang_dflash.commands.ask import Answer, NoReport, ask
+from sglang_dflash.commands.ask import Answer, NoReport, ask, understanding
+from sglang_dflash.commands.counts import STAGES, Counts, gained, ratio
 
 POLLS = 300  # kept
 WINDOW_S = 60.0  # of what is shown by position
 ALL = "all replicas"
-STAGES = ("draft", "verify", "commit")
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Counters of a replica since it started, or of several."""
-
-    steps: int = 0  # verify steps of requests
-    committed: int = 0
-    rows: int = 0
-    histogram: Sequence[int] = ()  # [k]: steps that committed k + 1 tokens
-    accepted_at: Sequence[int] = ()  # [k]: steps in which draft k + 1 was accepted
-    timed_steps: int = 0  # steps of the batch
-    seconds: Mapping[str, float] = field(default_factory=dict)  # by stage
-
-    @classmethod
-    def of(cls, ours: Mapping[str, Any]) -> Counts:
-        """Read a replica's state."""
-        acceptance = ours["acceptance"]
-        # a server of an earlier version reports no stages
-        stages = ours.get("stages", {"steps": 0, "seconds": {}})
-        return cls(
-            steps=acceptance["verify_steps"],
-            committed=acceptance["committed_tokens"],
-            rows=sum(width * steps for width, steps in enumerate(acceptance["at_width"], start=1)),
-            histogram=acceptance["histogram"],
-            accepted_at=acceptance["accepted_at"],
-            timed_steps=stages["steps"],
-            seconds=stages["seconds"],
-        )
-
-    def since(self, earlier: Counts) -> Counts:
-        """Return what was added since; all of it if the server has started anew."""
-        if self.steps < earlier.steps:
-            return self
-        return self._with(earlier, lambda now, then: now - then)
-
-    def plus(self, other: Counts) -> Counts:
-        """Add the counters of another replica, whose block size may differ."""
-        return self._with(other, lambda one, two: one + two)
-
-    def _with(self, other: Counts, combine: Callable[[Any, Any], Any]) -> Counts:
-        def lists(one: Sequence[int], two: Sequence[int]) -> list[int]:
-            return [combine(*pair) for pair in zip_longest(one, two, fillvalue=0)]
-
-        return Counts(
-            steps=combine(self.steps, other.steps),
-            committed=combine(self.committed, other.committed),
-            rows=combine(self.rows, other.rows),
-            histogram=lists(self.histogram, other.histogram),
-            accepted_at=lists(self.accepted_at, other.accepted_at),
-            timed_steps=combine(self.timed_steps, other.timed_steps),
-            seconds={
-                stage: combine(self.seconds.get(stage, 0.0), other.seconds.get(stage, 0.0))
-                for stage in {*self.seconds, *other.seconds}
-            },
-        )
-
-    def rates(self, seconds: float) -> dict[str, float | None]:
-        """Return what these counts are by step and by second; None where nothing was counted."""
-        found: dict[str, float | None] = {
-            "tokens_per_s": round(self.committed / seconds, 2),
-            "accept_length": _ratio(self.committed, self.steps),
-            "width": _ratio(self.rows, self.steps),
-        }
-        for stage in STAGES:
-            ms = 1000 * self.seconds.get(stage, 0.0)
-            found[f"{stage}_ms"] = _ratio(ms, self.timed_steps)
-        return found
-
-
-def _ratio(count: float, of: int) -> float | None:
-    return round(count / of, 4) if of else None
 
 
 @dataclass(frozen=True)
@@ -101,19 +29,20 @@ class Replica:
     capacity: int | None  # KV slots, if the server says so
     block_size: int
     mode: str | None  # of the verify width
-    survival: Sequence[float]
+    survival: Sequence[float | None]
 
     @classmethod
     def of(cls, ours: Mapping[str, Any], info: Mapping[str, Any]) -> Replica:
-        width = ours.get("width")
+        width, capacity = ours.get("width"), info.get("max_total_num_tokens")
+        survival = [] if width is None else width["survival"]
         return cls(
             counts=Counts.of(ours),
-            alarms=ours["alarms"],
-            free_kv_slots=ours["free_kv_slots"],
-            capacity=info.get("max_total_num_tokens"),
+            alarms=int(ours["alarms"]),
+            free_kv_slots=int(ours["free_kv_slots"]),
+            capacity=None if capacity is None else int(capacity),
             block_size=len(ours["acceptance"]["histogram"]),
             mode=None if width is None else str(width["mode"]),
-            survival=[] if width is None else width["survival"],
+            survival=[None if value is None else float(value) for value in survival],
         )
 
 
@@ -164,16 +93,18 @@ class History:
 
     def add(self, answers: Sequence[Answer | NoReport], at: float) -> None:
         """Keep the answers of all servers to one poll."""
-        self._servers = [
-            _server(before, answer, at)
-            for before, answer in zip(self._servers, answers, strict=True)
-        ]
-        replicas = {}
-        for url, answer in zip(self._urls, answers, strict=True):
+        servers = []
+        replicas: dict[str, Replica] = {}
+        for url, before, answer in zip(self._urls, self._servers, answers, strict=True):
             prefix = f"{urlsplit(url).netloc} " if len(self._urls) > 1 else ""
-            if isinstance(answer, Answer):
-                for name, ours in answer.replicas.items():
-                    replicas[f"{prefix}{name}"] = Replica.of(ours, answer.info)
+            try:
+                found = _replicas(url, answer)
+                servers.append(_server(before, answer, at))
+            except NoReport as error:
+                found = {}
+                servers.append(_server(before, error, at))
+            replicas |= {f"{prefix}{name}": replica for name, replica in found.items()}
+        self._servers = servers
         self._polls.append(Poll(at, replicas, self._numbers(replicas, at)))
 
     def _numbers(
@@ -187,9 +118,9 @@ class History:
         for name, replica in replicas.items():
             numbers[name] = _now([replica])
             if name in before.replicas:
-                gained = replica.counts.since(before.replicas[name].counts)
-                whole = gained if whole is None else whole.plus(gained)
-                numbers[name] |= gained.rates(seconds)
+                added = replica.counts.since(before.replicas[name].counts)
+                whole = added if whole is None else whole.plus(added)
+                numbers[name] |= added.rates(seconds)
         if replicas:
             rates = {} if whole is None else whole.rates(seconds)
             numbers[ALL] = {**_now(replicas.values()), **rates}
@@ -222,23 +153,31 @@ class History:
     def _state(self, parts: Sequence[str]) -> dict[str, Any]:
         recent = [poll for poll in self._polls if poll.at >= self._polls[-1].at - WINDOW_S]
         seconds = max(recent[-1].at - recent[0].at, 1e-3) if recent else WINDOW_S
-        gained, states = Counts(), []
+        added, states = Counts(), []
         for part in parts:
             states += [p.replicas[part] for p in reversed(self._polls) if part in p.replicas][:1]
-            found = [poll.replicas[part].counts for poll in recent if part in poll.replicas]
-            if found:
-                gained = gained.plus(found[-1].since(found[0]))
+            counts = [poll.replicas[part].counts for poll in recent if part in poll.replicas]
+            added = added.plus(gained(counts))
         capacities = [state.capacity for state in states]
         return {
             "block_size": max((state.block_size for state in states), default=0),
             "capacity": None if None in capacities else sum(c for c in capacities if c),
             "modes": sorted({state.mode for state in states if state.mode is not None}),
-            "steps": gained.steps,
-            "recent": gained.rates(seconds),
-            "histogram": [_ratio(count, gained.steps) for count in gained.histogram],
-            "accepted_at": [_ratio(count, gained.steps) for count in gained.accepted_at],
+            "steps": added.steps,
+            "recent": added.rates(seconds),
+            "histogram": [ratio(count, added.steps) for count in added.histogram],
+            "accepted_at": [ratio(count, added.steps) for count in added.accepted_at],
             "survival": _mean([state.survival for state in states if state.survival]),
         }
+
+
+def _replicas(url: str, answer: Answer | NoReport) -> dict[str, Replica]:
+    """Return a server's replicas by name, none if it has nothing to report. Raise NoReport if what
+    it reports is not understood: the other servers are shown all the same."""
+    if isinstance(answer, NoReport):
+        return {}
+    with understanding(url):
+        return {name: Replica.of(ours, answer.info) for name, ours in answer.replicas.items()}
 
 
 def _server(before: Mapping[str, Any], answer: Answer | NoReport, at: float) -> dict[str, Any]:
@@ -269,7 +208,7 @@ def _now(replicas: Iterable[Replica]) -> dict[str, float | None]:
     }
 
 
-def _mean(lists: Sequence[Sequence[float]]) -> list[float]:
+def _mean(lists: Sequence[Sequence[float | None]]) -> list[float]:
     """Return the mean by position, of the lists that have it."""
     columns = ([v for v in column if v is not None] for column in zip_longest(*lists))
     return [round(sum(column) / len(column), 4) for column in columns]

@@ -9,9 +9,12 @@ import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from sglang_dflash.commands.ask import NoReport, ask, full_url
+from sglang_dflash.commands.ask import NoReport, ask, full_url, understanding
+from sglang_dflash.commands.counts import Counts
+from sglang_dflash.commands.output_file import check_writable
 from sglang_dflash.metrics import together
 
 LINE_LENGTH = 100
@@ -28,9 +31,8 @@ class Look:
     """A snapshot of a server's acceptance and verify width."""
 
     at: float  # seconds
-    committed: int
+    counts: Counts
     accept_length: float
-    histogram: list[int]
     position_rates: list[float]
     alarms: int
     details: list[str] = field(default_factory=list)  # lines on each replica and its verify width
@@ -38,17 +40,22 @@ class Look:
 
 def look_at(url: str) -> Look:
     """Query a server. Raise SystemExit with advice if there is nothing to report."""
+    url = full_url(url)
     try:
-        replicas = ask(full_url(url)).replicas
+        replicas = ask(url).replicas
+        with understanding(url):
+            return _look(replicas)
     except NoReport as error:
         raise SystemExit(str(error)) from None
+
+
+def _look(replicas: Mapping[str, Mapping[str, Any]]) -> Look:
     ours = together(replicas)
     numbers = ours["acceptance"]
     return Look(
         at=time.monotonic(),
-        committed=numbers["committed_tokens"],
+        counts=Counts.of(ours),
         accept_length=numbers["accept_length"],
-        histogram=numbers["histogram"],
         position_rates=numbers["position_rates"],
         alarms=ours["alarms"],
         details=_lines(replicas) if len(replicas) > 1 else _width_lines(ours),
@@ -123,7 +130,8 @@ def _costs(costs: Mapping[str, Any]) -> list[str]:
 def chart(looks: list[Look]) -> str:
     """Return the chart of the latest snapshot, with the rate since the previous one."""
     last = looks[-1]
-    steps = sum(last.histogram)
+    histogram = last.counts.histogram
+    steps = sum(histogram)
     lines = [
         f"accept length {last.accept_length:.2f} over {steps} verify steps, "
         f"{rates(looks)[-1]:.1f} tokens/s, alarms {last.alarms}",
@@ -131,10 +139,10 @@ def chart(looks: list[Look]) -> str:
         "",
         "tokens committed per step          drafts accepted by position",
     ]
-    most = max(last.histogram) or 1
+    most = max(histogram) or 1
     # position k stands beside commits of k + 1 tokens: k drafts and the bonus
     positions = [None, *last.position_rates]
-    for tokens, (count, rate) in enumerate(zip(last.histogram, positions, strict=True), start=1):
+    for tokens, (count, rate) in enumerate(zip(histogram, positions, strict=True), start=1):
         left = f"{tokens:3d} {'#' * round(20 * count / most):20s} {count / max(steps, 1):6.1%}"
         right = ""
         if rate is not None:
@@ -144,14 +152,16 @@ def chart(looks: list[Look]) -> str:
 
 
 def rates(looks: list[Look]) -> list[float]:
-    """Return tokens per second between snapshots; 0 for the first."""
+    """Return tokens per second between snapshots, or since a restart in between; 0 for the
+    first."""
     found = [0.0]
     for before, after in zip(looks, looks[1:], strict=False):
-        found.append((after.committed - before.committed) / max(after.at - before.at, 1e-9))
+        seconds = max(after.at - before.at, 1e-9)
+        found.append(after.counts.since(before.counts).committed / seconds)
     return found
 
 
-def draw(looks: list[Look], path: str, url: str) -> None:
+def draw(looks: list[Look], path: Path, url: str) -> None:
     """Plot the histogram, acceptance by position, and tokens per second over time."""
     import matplotlib
 
@@ -160,8 +170,8 @@ def draw(looks: list[Look], path: str, url: str) -> None:
 
     last = looks[-1]
     figure, axes = plt.subplots(1, 3, figsize=(15, 4))
-    steps = sum(last.histogram)
-    shares = [count / max(steps, 1) for count in last.histogram]
+    steps = sum(last.counts.histogram)
+    shares = [count / max(steps, 1) for count in last.counts.histogram]
     axes[0].bar(range(1, len(shares) + 1), shares, color=ACCEPT_COLOUR)
     axes[0].set(title=f"accept length {last.accept_length:.2f}", xlabel="tokens committed per step")
     axes[0].set(ylabel="share of verify steps", ylim=(0, 1))
@@ -182,13 +192,39 @@ def draw(looks: list[Look], path: str, url: str) -> None:
     figure.savefig(path, dpi=110)
 
 
+def check_picture(path: Path) -> None:
+    """Raise SystemExit if no picture can be drawn there: the report may run for hours before."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ModuleNotFoundError:
+        raise SystemExit(
+            f"--png {path} needs matplotlib, which {sys.executable} does not have. Install "
+            "matplotlib, or omit --png."
+        ) from None
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise SystemExit(
+            f"--png {path} ends with {path.suffix or 'no suffix'}, but pictures are drawn as "
+            f"{', '.join(kinds)}. Pass a path that ends with one of these, such as report.png."
+        )
+    try:
+        check_writable(path, option="--png")
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+
+
 def run_report(options: argparse.Namespace) -> int:
     if len(options.url) > 1:
         raise SystemExit(
             f"The report in the terminal shows one server, but --url names {len(options.url)}. "
             "Pass one of them, or --web to watch all."
         )
+    if options.host is not None or options.port is not None:
+        raise SystemExit("--host and --port are for the live page. Add --web, or omit them.")
+    if options.png is not None:
+        check_picture(options.png)
     looks: list[Look] = []
+    is_done = True
     clear = "\033[H\033[2J" if sys.stdout.isatty() else ""
     try:
         while not options.looks or len(looks) < options.looks:
@@ -198,7 +234,18 @@ def run_report(options: argparse.Namespace) -> int:
             print(f"{clear}{chart(looks)}\n", flush=True)
     finally:
         # Ctrl-C is a usual end
-        if options.png and looks:
-            draw(looks, options.png, full_url(options.url[0]))
-            print(f"drawn: {options.png}")
-    return 0
+        if options.png is not None and looks:
+            is_done = save(looks, options.png, full_url(options.url[0]))
+    return 0 if is_done else 1
+
+
+def save(looks: list[Look], path: Path, url: str) -> bool:
+    """Draw the picture and say so, or why it is lost. No error: one would take the place of
+    Ctrl-C, or of what the server's end was told with."""
+    try:
+        draw(looks, path, url)
+    except OSError as error:
+        print(f"--png {path} was not written: {error.strerror or error}", file=sys.stderr)
+        return False
+    print(f"drawn: {path}")
+    return True

@@ -14,6 +14,8 @@ from importlib.resources import files
 from sglang_dflash.commands.ask import full_url
 from sglang_dflash.commands.history import History
 
+# where the page is served
+HOST, PORT = "127.0.0.1", 8080
 # the browser refuses whatever does not come from this process
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -83,10 +85,12 @@ def run_web(options: argparse.Namespace) -> int:
     if options.png or options.looks:
         raise SystemExit("--png and --looks are for the report in the terminal. Omit --web.")
     urls = list(dict.fromkeys(full_url(url) for url in options.url))
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    with listen(History(urls), options.host, options.port, options.interval) as page:
+    host = HOST if options.host is None else options.host
+    port = PORT if options.port is None else options.port
+    shown = f"[{host}]" if ":" in host else host
+    with listen(History(urls), host, port, options.interval) as page:
         print(
-            f"Watching {', '.join(urls)}: open http://{host}:{page.server_port} (Ctrl-C ends it)",
+            f"Watching {', '.join(urls)}: open http://{shown}:{page.server_port} (Ctrl-C ends it)",
             flush=True,
         )
         page.serve_forever()

@@ -62,6 +62,23 @@ def test_a_server_that_is_none_of_sglang_is_told_apart(port: int) -> None:
         main(["report", "--url", f"localhost:{port}/x", "--looks", "1"])
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"acceptance": {"verify_steps": 3}}, "it lacks 'histogram'"),
+        ({"alarms": None}, "NoneType"),
+        ({"width": {"mode": "auto"}}, "it lacks 'width'"),
+    ],
+)
+def test_a_server_of_another_version_is_one_sentence(
+    port: int, replicas: list[dict[str, Any]], changes: dict[str, Any], reason: str
+) -> None:
+    replicas[0] |= changes
+    told = f"at http://localhost:{port} reports is not understood .*{reason}.*Use the same version"
+    with pytest.raises(SystemExit, match=told):
+        main(["report", "--url", f"localhost:{port}", "--looks", "1"])
+
+
 def test_a_dead_host_is_one_sentence() -> None:
     with pytest.raises(SystemExit) as ended:
         main(["report", "--url", "127.0.0.1:1", "--looks", "1"])

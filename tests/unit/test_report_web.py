@@ -166,6 +166,56 @@ def test_a_restarted_server_counts_from_zero(fake: FakeServer, history: History)
     assert last(history.data()["all"])["accept_length"] == 4.0
 
 
+def test_a_server_that_is_busier_since_its_restart_has_no_negative_shares(
+    fake: FakeServer, history: History
+) -> None:
+    """More steps than before, but of other kinds: 100 of one token, then 10 of one and 140 of
+    four."""
+    history.poll()
+    fake.report(replica(0, [(0, 4)] * 100))
+    history.poll()
+    fake.report(replica(0, [(0, 4)] * 10 + [(3, 4)] * 140))
+    history.poll()
+    [shown] = history.data()["replicas"]
+    assert last(shown)["accept_length"] == 3.8
+    assert (shown["steps"], shown["histogram"]) == (250, [0.44, 0.0, 0.0, 0.56])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"acceptance": {"verify_steps": 3}}, "it lacks 'histogram'"),
+        ({"acceptance": {**replica(0, [])["acceptance"], "histogram": ["many"]}}, "'many'"),
+        ({"acceptance": None}, "NoneType"),
+        ({"free_kv_slots": None}, "NoneType"),
+        ({"dp_rank": "first", "width": {"mode": "auto"}}, "it lacks 'survival'"),
+        ({"stages": {"steps": 1, "seconds": ["draft"]}}, "'list' object"),
+    ],
+)
+def test_a_server_of_another_version_is_named_and_the_others_are_shown(
+    fake: FakeServer, changes: dict[str, Any], reason: str
+) -> None:
+    """If it ended the polls, the page would show what was before for ever."""
+    other = FakeServer()
+    try:
+        history = History([fake.url, other.url])
+        fake.report({**replica(0, []), **changes})
+        for _ in range(2):
+            history.poll()
+        data = history.data()
+        fake.report(replica(0, []))
+        history.poll()
+        later = history.data()
+    finally:
+        other.stop()
+    assert [server["state"] for server in data["servers"]] == ["not understood", "serving"]
+    told = data["servers"][0]["message"]
+    assert told.startswith(f"The DFLASH state that the server at {fake.url} reports is not")
+    assert reason in told and told.endswith("the same version of sglang-dflash here and there.")
+    assert [part["answers"] for part in data["replicas"]] == [True]
+    assert [server["state"] for server in later["servers"]] == ["serving", "serving"]
+
+
 def test_nothing_is_drawn_across_a_time_without_answer(fake: FakeServer, history: History) -> None:
     history.poll()
     fake.states = [{}]
@@ -189,7 +239,8 @@ def test_each_state_of_a_server_is_named(fake: FakeServer, history: History) -> 
     assert state()[0] == "no dflash"
     assert "runs without our DFLASH" in state()[1]
     fake.states = None
-    assert state()[0] == "not sglang"
+    told = f"{fake.url} is not an SGLang server (its /server_info has another format). Pass the"
+    assert state() == ("not sglang", f"{told} --url of one.")
     fake.stop()
     assert state()[0] == "unreachable"
     [server] = history.data()["servers"]
@@ -266,6 +317,13 @@ def test_bad_input_is_one_sentence(arguments: list[str], message: str) -> None:
 def test_the_terminal_takes_one_server() -> None:
     with pytest.raises(SystemExit, match="shows one server, but --url names 2. Pass one"):
         main(["report", "--url", "a:1", "b:1", "--looks", "1"])
+
+
+@pytest.mark.parametrize("words", [["--host", "::"], ["--port", "0"]], ids=" ".join)
+def test_the_terminal_has_no_address(words: list[str]) -> None:
+    """Who passes one has forgotten --web."""
+    with pytest.raises(SystemExit, match="--host and --port are for the live page. Add --web"):
+        main(["report", "--url", "127.0.0.1:1", *words])
 
 
 def test_ctrl_c_ends_it_at_once() -> None:
