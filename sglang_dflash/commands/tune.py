@@ -25,6 +25,7 @@ import torch
 
 from sglang_dflash.commands.doctor import look_at_pair
 from sglang_dflash.commands.memory_plan import GIB
+from sglang_dflash.commands.output_file import check_writable
 from sglang_dflash.commands.tune_settings import Plan, Settings
 from sglang_dflash.config import DrafterSpec
 from sglang_dflash.draft_backends import Place
@@ -104,13 +105,18 @@ def run_tune(options: argparse.Namespace) -> int:
         print(f"tune: without a GPU it needs a checkout, for {CPU_SCRIPT}.", file=sys.stderr)
         return 1
     try:
+        if options.out is not None:
+            check_writable(options.out, option="--out")
         chats = read_chats(options.prompts)
         plan = make_plan(options, on_gpu=on_gpu)
     except ValueError as error:
         print(f"tune: {error}", file=sys.stderr)
         return 1
     if not options.prompts:
-        say("Questions of our own are asked: acceptance depends on the text, so pass --prompts.")
+        say(
+            "Asking built-in questions. Acceptance depends on the text: pass --prompts to measure "
+            "with yours."
+        )
     trials = search(plan, lambda settings: try_settings(settings, chats, options))
     best = choose(trials)
     if best.error:
@@ -210,6 +216,9 @@ def try_settings(settings: Settings, chats: list[Chat], options: argparse.Namesp
         return Trial(settings, rates, tokens, free, total)
     except (RuntimeError, requests.RequestException) as error:
         return Trial(settings, {}, error=reason(str(error)))
+    except subprocess.CalledProcessError as error:
+        # the card did not tell its free memory
+        return Trial(settings, {}, error=reason(error.stderr))
 
 
 def reason(text: str) -> str:

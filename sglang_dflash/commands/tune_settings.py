@@ -6,7 +6,9 @@ import argparse
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
+from sglang_dflash.commands.card_names import FRACTION, SLIDING_SHARE
 from sglang_dflash.config import DrafterSpec
 from sglang_dflash.draft_backends import Place, able_backends
 
@@ -21,7 +23,7 @@ class Settings:
     """How a pair is served. On a CPU there is one attention backend, and no memory fraction."""
 
     block: int  # 1: plain decoding
-    width: str = "auto"
+    width: str = "auto"  # or full: that of the block
     target_backend: str | None = None
     draft_backend: str | None = None
     fraction: float | None = None
@@ -33,7 +35,7 @@ class Settings:
     def __str__(self) -> str:
         if self.is_plain:
             return "plain decoding"
-        width = "" if self.width == "auto" else f", width {self.width}"
+        width = "" if self.width == "auto" else f", width {self.block}"
         parts = [f"block size {self.block}{width}"]
         if self.draft_backend is not None:
             target = self.target_backend or "SGLang's choice"
@@ -43,7 +45,8 @@ class Settings:
         return ", ".join(parts)
 
     def environment(self) -> dict[str, str]:
-        return {} if self.width == "auto" else {"SGLANG_DFLASH_WIDTH": self.width}
+        is_chosen = self.is_plain or self.width == "auto"
+        return {} if is_chosen else {"SGLANG_DFLASH_WIDTH": str(self.block)}
 
     def arguments(self, options: argparse.Namespace, *, on_gpu: bool) -> list[str]:
         """Return the server arguments, the user's own at the end."""
@@ -57,10 +60,13 @@ class Settings:
                 found += ["--attention-backend", self.target_backend]
             if self.draft_backend is not None:
                 found += ["--speculative-draft-attention-backend", self.draft_backend]
-        if self.fraction is not None:
-            found += ["--mem-fraction-static", f"{self.fraction:g}"]
-            found += ["--swa-full-tokens-ratio", f"{options.swa_full_tokens_ratio:g}"]
-            found += ["--tp-size", str(options.tp_size)]
+        # on a CPU these have no default of ours, and are passed on if they were given
+        fraction = options.mem_fraction_static if self.fraction is None else self.fraction
+        found += [] if fraction is None else ["--mem-fraction-static", f"{fraction:g}"]
+        share = options.swa_full_tokens_ratio
+        share = SLIDING_SHARE if share is None and on_gpu else share
+        found += [] if share is None else ["--swa-full-tokens-ratio", f"{share:g}"]
+        found += ["--tp-size", str(options.tp_size)] if on_gpu or options.tp_size > 1 else []
         found += ["--quantization", options.quantization] if options.quantization else []
         found += ["--kv-cache-dtype", options.kv_cache_dtype] if options.kv_cache_dtype else []
         found += ["--trust-remote-code"] if options.trust_remote_code else []
@@ -88,31 +94,32 @@ class Plan:
 
     @classmethod
     def of(cls, drafter: DrafterSpec, place: Place, options: argparse.Namespace) -> Plan:
-        blocks = options.blocks or default_blocks(drafter.block_size)
+        blocks = tuple(dict.fromkeys(options.blocks or default_blocks(drafter.block_size)))
+        widths = tuple(dict.fromkeys(options.widths))
         too_large = [block for block in blocks if not 2 <= block <= drafter.block_size]
         if too_large:
             raise ValueError(
                 f"--blocks {' '.join(map(str, too_large))}: the drafter's block size is "
                 f"{drafter.block_size}. Pass 2 to {drafter.block_size}."
             )
+        width = "auto" if "auto" in widths else widths[0]
         if place.device == "cpu":
-            first = Settings(max(blocks))
-            return cls(first, (), (), tuple(blocks), tuple(options.widths))
+            return cls(Settings(max(blocks), width), (), (), blocks, widths)
         able = able_backends(drafter.attention_kinds(), place)[:MOST_DRAFT_BACKENDS]
-        first = Settings(
-            max(blocks), "auto", TARGET_BACKENDS[0], able[0], options.mem_fraction_static
-        )
-        return cls(first, tuple(able), TARGET_BACKENDS, tuple(blocks), tuple(options.widths))
+        fraction = options.mem_fraction_static
+        fraction = FRACTION if fraction is None else fraction
+        first = Settings(max(blocks), width, TARGET_BACKENDS[0], able[0], fraction)
+        return cls(first, tuple(able), TARGET_BACKENDS, blocks, widths)
 
-    def stages(self) -> list[list[dict[str, object]]]:
+    def stages(self) -> list[list[dict[str, Any]]]:
         """Return the changes of each stage, without those that `first` already has."""
-        stages: list[list[dict[str, object]]] = [
+        stages: list[list[dict[str, Any]]] = [
             [{"draft_backend": name} for name in self.draft_backends],
             [{"target_backend": name} for name in self.target_backends],
             [{"block": block} for block in sorted(self.blocks, reverse=True)],
             [{"width": width} for width in self.widths],
         ]
-        return [[c for c in stage if varied(self.first, c) != self.first] for stage in stages]
+        return [[c for c in stage if replace(self.first, **c) != self.first] for stage in stages]
 
     def trials(self) -> int:
         return sum(map(len, self.stages()))
@@ -120,14 +127,7 @@ class Plan:
     def variants(self, best: Settings, stage: int) -> Iterator[Settings]:
         """Return the settings to try in a stage, which differ from the best so far in one thing."""
         for change in self.stages()[stage]:
-            yield varied(best, change)
-
-
-def varied(settings: Settings, change: dict[str, object]) -> Settings:
-    """Return settings with one change; the width `full` is that of the block."""
-    if change.get("width") == "full":
-        change = {"width": str(settings.block)}
-    return replace(settings, **change)  # type: ignore[arg-type]
+            yield replace(best, **change)
 
 
 def default_blocks(block_size: int) -> list[int]:

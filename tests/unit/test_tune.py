@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from sglang_dflash.__main__ import make_parser
+from sglang_dflash.commands import tune
 from sglang_dflash.commands.tune import (
     Trial,
     choose,
@@ -19,10 +22,16 @@ from sglang_dflash.commands.tune import (
     search,
 )
 from sglang_dflash.commands.tune_settings import Plan, Settings, default_blocks
+from sglang_dflash.config import DrafterSpec
+from sglang_dflash.draft_backends import Place
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 
 FIRST = Settings(16, "auto", "triton", "fa4", 0.85)
 GPU = Plan(FIRST, ("fa4", "triton"), ("triton", None), (16, 8, 4), ("auto", "full"))
+
+DRAFTER = DrafterSpec.from_config(
+    json.loads((tiny_drafter() / "config.json").read_text()), name="tiny"
+)
 
 
 def options(*words: str) -> argparse.Namespace:
@@ -89,7 +98,7 @@ def test_the_launch_line_has_what_was_measured() -> None:
     asked = options("--tp-size", "2", "--trust-remote-code", "--kv-cache-dtype", "fp8_e5m2")
     asked.model_path, asked.speculative_draft_model_path = "a target", "drafter"
     asked.server_args = ["--context-length", "4096"]
-    settings = replace(FIRST, width="16", fraction=0.9)
+    settings = replace(FIRST, width="full", fraction=0.9)
     assert settings.launch_line(asked, on_gpu=True) == (
         "SGLANG_DFLASH_WIDTH=16 python -m sglang.launch_server --model-path 'a target' "
         "--speculative-algorithm DFLASH --speculative-draft-model-path drafter "
@@ -111,6 +120,88 @@ def test_a_cpu_has_block_sizes_and_widths_only() -> None:
     plan = make_plan(options(), on_gpu=False)
     assert plan.first == Settings(16) and plan.trials() == 3
     assert default_blocks(16) == [16, 8, 4] and default_blocks(4) == [4, 2]
+
+
+def test_a_width_that_was_left_out_is_neither_measured_nor_recommended() -> None:
+    """With `full` alone, each block is verified at its own width from the first trial on."""
+    plan = make_plan(options("--widths", "full", "--blocks", "16", "8"), on_gpu=False)
+    trials = search(plan, on(lambda settings: 100.0 + 50 * (settings.block == 8)))
+    assert [str(trial.settings) for trial in trials] == [
+        "plain decoding",
+        "block size 16, width 16",
+        "block size 8, width 8",
+    ]
+    environments = [trial.settings.environment() for trial in trials]
+    assert environments == [{}, {"SGLANG_DFLASH_WIDTH": "16"}, {"SGLANG_DFLASH_WIDTH": "8"}]
+    assert choose(trials) is trials[2]
+
+
+def test_nothing_is_measured_twice() -> None:
+    twice = options("--blocks", "16", "8", "8", "--widths", "full", "auto", "full")
+    trials = search(make_plan(twice, on_gpu=False), on(lambda settings: 100.0))
+    names = [str(trial.settings) for trial in trials]
+    assert names == ["plain decoding", "block size 16", "block size 8", "block size 16, width 16"]
+
+
+def test_arguments_of_a_gpu_are_passed_on_to_a_cpu_if_they_were_given() -> None:
+    settings = Settings(16)
+    asked = options("--tp-size", "2", "--mem-fraction-static", "0.6")
+    asked.swa_full_tokens_ratio = 0.5
+    given = ["--mem-fraction-static", "0.6", "--swa-full-tokens-ratio", "0.5", "--tp-size", "2"]
+    assert settings.arguments(asked, on_gpu=False)[-6:] == given
+    assert not {"--tp-size", *given} & set(settings.arguments(options(), on_gpu=False))
+
+
+def test_a_gpu_has_its_defaults_by_name() -> None:
+    plan = Plan.of(DRAFTER, Place("cuda", (9, 0), is_fp32=False), options())
+    words = plan.first.arguments(options(), on_gpu=True)
+    shown = " ".join(words)
+    assert "--mem-fraction-static 0.85 --swa-full-tokens-ratio 0.8 --tp-size 1" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("nowhere/out.json", "cannot be written: there is no"), (".", "is a folder")]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_first_trial(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    told: str,
+) -> None:
+    def no_trial(*_: object) -> Trial:
+        raise AssertionError("a trial was begun")
+
+    monkeypatch.setattr(tune, "try_settings", no_trial)
+    asked = options("--out", str(tmp_path / name))
+    assert tune.run_tune(asked) == 1
+    assert f"tune: --out {tmp_path / name} {told}" in capsys.readouterr().err
+
+
+class Idle:
+    """A server that is there, and has nothing to say."""
+
+    url = "http://127.0.0.1:1"
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __enter__(self) -> Idle:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_a_card_that_does_not_tell_its_memory_fails_one_trial_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another trial's settings may leave the card in order, and those before are not lost."""
+    monkeypatch.setattr(tune.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune, "ServerProcess", Idle)
+    monkeypatch.setattr(tune, "rate", lambda *_: 100.0)
+    # what the other process prints before it ends
+    monkeypatch.setattr(tune, "FREE_MEMORY", "raise RuntimeError('CUDA error: unknown')#{ranks}")
+    trial = tune.try_settings(FIRST, [], options())
+    assert trial.error == "RuntimeError: CUDA error: unknown" and trial.score == 0
 
 
 @pytest.mark.parametrize("block", ["1", "17"])
