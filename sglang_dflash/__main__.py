@@ -4,13 +4,21 @@ plain-towers`; also as `python -m sglang_dflash`."""
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from pathlib import Path
 from typing import TypeAlias
 
 from sglang_dflash import __version__
 from sglang_dflash.command_help import examples
+from sglang_dflash.commands.argument_types import (
+    KV_TYPES,
+    count_or_none,
+    memory_size,
+    positive,
+    ratio,
+    seconds,
+    share,
+)
 from sglang_dflash.commands.card_names import CARDS, FRACTION, SLIDING_SHARE, card_named
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.train.arguments import add_train_options, read_invocation
@@ -85,14 +93,15 @@ def add_doctor(commands: Commands) -> None:
         "doctor",
         "check the installation, and whether a pair fits",
         "--model-path Qwen/Qwen3-8B --speculative-draft-model-path z-lab/Qwen3-8B-DFlash-b16 "
-        "--gpu-memory-gb 80",
+        "--gpu-memory-gb 79.1",
         more="Without a pair, the released pairs that fit the card are proposed: --card 5090",
     )
     add_pair_options(doctor, by_card=True)
     doctor.add_argument(
         "--gpu-memory-gb",
         type=memory_size,
-        help="plan for a card of this size, not the local one",
+        help="plan for a card of this size, not the local one: GiB as the driver reports them (an "
+        '"80 GB" card has 79.1)',
     )
     doctor.add_argument(
         "--card",
@@ -136,7 +145,7 @@ def add_tune(commands: Commands) -> None:
         "--prompts",
         nargs="+",
         type=Path,
-        help="questions to ask, one per line, as for train; default: a dozen of our own",
+        help="questions to ask, one per line, as for train; default: a dozen built-in ones",
     )
     tune.add_argument(
         "--requests", nargs="+", type=positive, default=[1, 8], help="concurrent requests"
@@ -174,14 +183,14 @@ def add_report(commands: Commands) -> None:
     )
     report.add_argument("--interval", type=seconds, default=2.0, help="seconds between polls")
     report.add_argument(
-        "--looks", type=int, default=0, help="stop after this many polls; 0: on Ctrl-C"
+        "--looks", type=count_or_none, default=0, help="stop after this many polls; 0: on Ctrl-C"
     )
-    report.add_argument("--png", help="also write a plot when it ends, on Ctrl-C too")
+    report.add_argument("--png", type=Path, help="also write a plot when it ends, on Ctrl-C too")
     report.add_argument(
         "--web", action="store_true", help="serve a live page instead, until Ctrl-C"
     )
-    report.add_argument("--host", default="127.0.0.1", help="address of the page")
-    report.add_argument("--port", type=int, default=8080, help="port of the page; 0: any free one")
+    report.add_argument("--host", help="address of the page; default: 127.0.0.1")
+    report.add_argument("--port", type=int, help="port of the page, 0 for any free; default: 8080")
 
 
 def add_convert(commands: Commands) -> None:
@@ -275,54 +284,36 @@ def run_train(options: argparse.Namespace, invocation: Invocation, stop: Stop) -
     return train.run_train(options, invocation, stop)
 
 
-def seconds(text: str) -> float:
-    """Read a time to wait."""
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a time to wait: pass more than 0 seconds")
-    return value
-
-
-def positive(text: str) -> int:
-    """Read a count."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a count: pass 1 or more")
-    return value
-
-
-def memory_size(text: str) -> float:
-    """Read a size of memory."""
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a size: pass more than 0")
-    return value
-
-
 def add_pair_options(parser: argparse.ArgumentParser, *, by_card: bool = False) -> None:
-    """Add the SGLang options that the checks of a pair and its memory depend on. `by_card`: leave
-    defaults open that depend on the card."""
+    """Add the SGLang options that the checks of a pair and its memory depend on. The two with a
+    default stay None: with `by_card` it depends on the card."""
     otherwise = ", or what suits --card" if by_card else ""
     parser.add_argument("--model-path", "--model", help="target: a folder or a model name")
     parser.add_argument("--speculative-draft-model-path", help="drafter: a folder or a model name")
     parser.add_argument(
         "--mem-fraction-static",
-        type=float,
-        default=None if by_card else FRACTION,
+        type=share,
         help=f"fraction of GPU memory for weights and KV; default {FRACTION}{otherwise}",
     )
     parser.add_argument(
         "--swa-full-tokens-ratio",
-        type=float,
-        default=None if by_card else SLIDING_SHARE,
+        type=ratio,
         help="tokens in the pool of sliding-window layers, as a fraction of those in the pool of "
         f"the others; default {SLIDING_SHARE}{otherwise}",
     )
     parser.add_argument(
-        "--tp-size", "--tensor-parallel-size", type=int, default=1, help="cards that share a model"
+        "--tp-size",
+        "--tensor-parallel-size",
+        type=positive,
+        default=1,
+        help="cards that share a model",
     )
     parser.add_argument("--quantization", help="how SGLang quantises the target")
-    parser.add_argument("--kv-cache-dtype", help="type of the KV cache, such as fp8_e4m3")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_TYPES,
+        help="type of the KV cache; of SGLang's, those whose size is known",
+    )
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run code from the models' repositories"
     )

@@ -7,78 +7,98 @@ not downloaded yet, by the parameter counts that the configs imply.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import platform
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-import torch
-
-import sglang_dflash
 from sglang_dflash import config as cfg
+from sglang_dflash import drafter_config
 from sglang_dflash.checkpoint import check_checkpoint
 from sglang_dflash.commands.asked_card import AskedCard
 from sglang_dflash.commands.card_plan import Offer, offers, released, with_plain_towers
-from sglang_dflash.commands.memory_plan import FEWEST_TOKENS, GIB, RankMemory, kv_heads
+from sglang_dflash.commands.config_file import UNREADABLE, read_config_file
+from sglang_dflash.commands.installation import Finding, look_at_installation, print_contract
+from sglang_dflash.commands.memory_plan import (
+    FEWEST_TOKENS,
+    GIB,
+    RankMemory,
+    kv_heads,
+    weight_files,
+)
 from sglang_dflash.draft_backends import Place, able_backends
-from sglang_dflash.drafter_config import SUPPORTED_LAYER_TYPES
-from sglang_dflash.environment import Environment
-from sglang_dflash.glue import compat, release
 from sglang_dflash.glue.startup.drafter_format import read_config
 from sglang_dflash.glue.startup.server_args import describe_target
 from sglang_dflash.kernels import cards
 
 
 @dataclass(frozen=True)
-class Finding:
-    """The result of one check. `advice` says what to do if it failed."""
+class Diagnosis:
+    """What the doctor found, and what it recommends."""
 
-    name: str
-    state: str  # ok, note or bad; bad blocks startup
-    found: str
-    advice: str = ""
+    findings: list[Finding]
+    plan: dict[str, Any] | None = None  # of a pair that was named
+    offers: Sequence[Offer] = ()  # without a pair, in order of preference
+
+    @property
+    def is_blocked(self) -> bool:
+        return any(finding.state == "bad" for finding in self.findings)
+
+    def described(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {
+            "findings": [asdict(finding) for finding in self.findings],
+            "plan": self.plan,
+            "proposal": self.offers[0].described() if self.offers else None,
+            "also_fit": [offer.summary() for offer in self.offers[1:]],
+        }
 
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Print the findings; return 1 if one of them blocks startup."""
     if options.contract:
         return print_contract(as_json=options.json)
+    diagnosis = diagnose(options)
+    if options.json:
+        print(json.dumps(diagnosis.described(), indent=1))
+    else:
+        print_diagnosis(diagnosis)
+    return int(diagnosis.is_blocked)
+
+
+def diagnose(options: argparse.Namespace) -> Diagnosis:
+    """Check the installation, and the pair; without one, look for pairs that fit the card."""
     findings = look_at_installation()
     card = AskedCard.of(options)
-    plan: dict[str, Any] | None = None
-    found: list[Offer] = []
     if options.card is not None:
         findings.append(Finding("card", "ok", str(card)))
     if options.model_path or options.speculative_draft_model_path:
         pair_findings, plan = look_at_pair(options)
-        findings += pair_findings
-    elif card.gib is not None:
-        found = offers(card.gib, card.capability, fraction=options.mem_fraction_static)
-        findings += _judge_offers(found, card, options)
-    blocked = any(finding.state == "bad" for finding in findings)
-    proposal = found[0].described() if found else None
-    others = [offer.summary() for offer in found[1:]]
-    if options.json:
-        told = {"findings": [asdict(f) for f in findings], "plan": plan}
-        print(json.dumps(told | {"proposal": proposal, "also_fit": others}, indent=1))
-        return int(blocked)
-    for finding in findings:
+        return Diagnosis([*findings, *pair_findings], plan)
+    if card.gib is None:
+        return Diagnosis(findings)
+    found = offers(card.gib, card.capability, fraction=options.mem_fraction_static)
+    return Diagnosis([*findings, *_judge_offers(found, card, options)], offers=found)
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    for finding in diagnosis.findings:
         print(f"{finding.state:4s}  {finding.name}: {finding.found}")
         if finding.advice:
             print(f"      {finding.advice}")
-    if plan is not None:
-        _print_part("memory plan", plan["memory"])
-        print(f"\nlaunch\n  {plan['launch']}")
-    if proposal is not None:
-        _print_part("proposal", proposal)
-    if others:
+    if diagnosis.plan is not None:
+        if diagnosis.plan["memory"]:
+            _print_part("memory plan", diagnosis.plan["memory"])
+        print(f"\nlaunch\n  {diagnosis.plan['launch']}")
+    told = diagnosis.described()
+    if told["proposal"] is not None:
+        _print_part("proposal", told["proposal"])
+    if told["also_fit"]:
         print("\nalso fit, in order of preference")
-    for other in others:
+    for other in told["also_fit"]:
         print("  " + "; ".join(f"{name}: {value}" for name, value in other.items()))
-    return int(blocked)
 
 
 def _print_part(title: str, lines: dict[str, Any]) -> None:
@@ -111,96 +131,6 @@ def _judge_offers(
     return [Finding(name, "note", told, advice)]
 
 
-def print_contract(*, as_json: bool) -> int:
-    """Print what we rely on in SGLang, and what of it the installed release has moved; return 1 if
-    it has moved anything."""
-    installed, judged_as = release.installed(), release.judged_as()
-    moved = compat.what_moved()
-    if as_json:
-        print(json.dumps({"sglang": installed, "contract": judged_as, "moved": moved}, indent=1))
-        return int(any(moved.values()))
-    for name, symbol in compat.SYMBOLS.items():
-        state = "ok" if moved[name] is None else "bad"
-        parts = f" ({symbol.relied_on})" if symbol.relied_on else ""
-        print(f"{state:4s}  {name}: {moved[name] or symbol.dotted + parts}")
-    count = sum(each is not None for each in moved.values())
-    print(f"\nSGLang {installed} has moved {count} of {len(moved)} symbols of {judged_as}.")
-    return int(count > 0)
-
-
-def look_at_installation() -> list[Finding]:
-    return [_versions(), _release(), _contract(), _plugin(), _gpu(), *_backends()]
-
-
-def _versions() -> Finding:
-    named = {"sglang-dflash": sglang_dflash.__version__, "python": platform.python_version()}
-    for package in ("torch", "triton", "transformers", "flashinfer-python"):
-        try:
-            named[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            named[package] = "absent"
-    return Finding("versions", "ok", ", ".join(f"{name} {v}" for name, v in named.items()))
-
-
-def _release() -> Finding:
-    found = release.installed()
-    if found in release.SERVED:
-        return Finding("sglang", "ok", found)
-    advice = f"This release of sglang-dflash serves others: install {release.which_to_install()}."
-    return Finding("sglang", "bad", str(found or "absent"), advice)
-
-
-def _contract() -> Finding:
-    broken = compat.broken()
-    if not broken:
-        return Finding("contract", "ok", f"{len(compat.SYMBOLS)} symbols of SGLang are as expected")
-    advice = "Install the supported SGLang unchanged. " + "; ".join(broken[:5])
-    return Finding("contract", "bad", f"{len(broken)} symbols of SGLang differ", advice)
-
-
-def _plugin() -> Finding:
-    if not any(value.startswith("sglang_dflash.") for value in compat.registered_plugins()):
-        return Finding("plug-in", "bad", "not registered", "Install it: pip install --no-deps -e .")
-    try:
-        is_on = Environment().plugin_is_on
-    except ValueError as error:
-        return Finding("plug-in", "bad", "registered, but neither on nor off", str(error))
-    if not is_on:
-        return Finding(
-            "plug-in", "note", "registered, but off", "SGLANG_DFLASH=off is set: unset it."
-        )
-    return Finding("plug-in", "ok", "registered with SGLang")
-
-
-def _gpu() -> Finding:
-    if not torch.cuda.is_available():
-        return Finding("gpu", "note", "torch sees none", "launch/cpu.sh serves on the CPU.")
-    card = torch.cuda.get_device_properties(0)
-    return Finding(
-        "gpu", "ok", f"{card.name}, {card.total_memory / GIB:.0f} GiB, {cards.current()}"
-    )
-
-
-def _backends() -> list[Finding]:
-    """Check for the modules that the recommended backends import."""
-    place = Place("cuda", cards.current().capability, is_fp32=False)
-    draft = able_backends(SUPPORTED_LAYER_TYPES, place)[0]
-    needs = {
-        "target attention triton": "triton",
-        f"draft attention {draft}": {"fa4": "cutlass"}.get(draft, draft),
-        "grammar backend xgrammar": "xgrammar",
-    }
-    found = []
-    for name, module in needs.items():
-        present = importlib.util.find_spec(module) is not None
-        gpu_only = name == "draft attention fa4" and not torch.cuda.is_available()
-        state = "ok" if present else "note"
-        text = "available" if present else f"{module} is not installed"
-        advice = "" if present or gpu_only else "Install SGLang with its own requirements."
-        found.append(Finding(name, state, text, advice))
-    return found
-
-
 def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, Any] | None]:
     """Check a target and its drafter by their configs."""
     target_path, draft_path = options.model_path, options.speculative_draft_model_path
@@ -224,22 +154,39 @@ def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, 
     )
     card = AskedCard.of(options)
     options = card.complete(options)
+    counted, memory = _count(target_config, draft_config, drafter=drafter, asked=options, card=card)
+    findings = [found, *_kv_cache(options, card), *counted]
+    return findings, {"memory": memory, "launch": recommend(drafter, options, card)}
+
+
+def _count(
+    target_config: Any,
+    draft_config: Any,
+    *,
+    drafter: cfg.DrafterSpec,
+    asked: argparse.Namespace,
+    card: AskedCard,
+) -> tuple[list[Finding], dict[str, Any]]:
+    """Check what each rank has to hold; return the memory plan as well, empty if there is none."""
     place = Place("cuda", card.capability, is_fp32=False)
     backend = able_backends(drafter.attention_kinds(), place)[0]
-    rank = RankMemory.of_pair(
-        target_config,
-        draft_config,
-        drafter=drafter,
-        paths=(target_path, draft_path),
-        asked=options,
-        draft_backend=backend,
-    )
-    findings = [found, *_tensor_parallelism(target_config, drafter, options.tp_size)]
-    findings += [*_kv_cache(options, card), judge_memory(rank, options, card)]
-    memory = rank.lines(options.mem_fraction_static, card.gib)
+    try:
+        findings = _tensor_parallelism(target_config, drafter, asked.tp_size)
+        rank = RankMemory.of_pair(
+            target_config,
+            draft_config,
+            drafter=drafter,
+            paths=(asked.model_path, asked.speculative_draft_model_path),
+            asked=asked,
+            draft_backend=backend,
+        )
+    except ValueError as error:
+        advice = "The server itself finds out whether the pair fits, when it has loaded it."
+        return [Finding("memory", "note", f"not checked: {error}", advice)], {}
+    memory = rank.lines(asked.mem_fraction_static, card.gib)
     if card.gib is not None:
         memory["draft attention"] = backend
-    return findings, {"memory": memory, "launch": recommend(drafter, options, card)}
+    return [*findings, judge_memory(rank, asked, card)], memory
 
 
 def _kv_cache(options: argparse.Namespace, card: AskedCard) -> list[Finding]:
@@ -262,14 +209,14 @@ def _tensor_parallelism(target: Any, drafter: cfg.DrafterSpec, ranks: int) -> li
     text = target.get_text_config()
     queries, keys = text.num_attention_heads, kv_heads(text).values()
     if not cfg.divides(ranks, queries, keys):
-        found = f"the target has {queries} query heads and {' and '.join(map(str, keys))} KV"
+        found = f"the target has {queries} query heads and {' and '.join(map(str, keys))} KV heads"
         advice = f"--tp-size {ranks} does not divide them. Pass a size that does."
         return [Finding(name, "bad", found, advice)]
     if drafter.shards(ranks) == ranks:
         return [Finding(name, "ok", f"{ranks} ranks share the heads equally")]
     found = (
         f"{ranks} ranks share the target's heads equally, and each holds the whole drafter, which "
-        f"has {drafter.num_heads} query heads, {drafter.num_kv_heads} KV, and an MLP of "
+        f"has {drafter.num_heads} query heads, {drafter.num_kv_heads} KV heads, and an MLP of "
         f"{drafter.intermediate_size}"
     )
     advice = "A --tp-size that divides these as well needs less memory on each card."
@@ -299,14 +246,28 @@ def judge_memory(rank: RankMemory, options: argparse.Namespace, card: AskedCard)
 
 def _read(path: str, options: argparse.Namespace, *, role: str) -> Any:
     check_checkpoint(path, role=role)
+    folder = Path(path)
+    # SGLang also reads checkpoints without this file
+    if (folder / "config.json").exists():
+        raw = read_config_file(folder, wanted=f"the {role}'s folder")
+        weight_files(folder)
+        if role == "drafter":
+            drafter_config.refuse_other_kinds(raw, name=path)
     try:
         return read_config(path, trust_remote_code=options.trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except UNREADABLE as error:
         raise ValueError(
-            f"{path} cannot be read: {reason} Pass a local folder or a name you have access to; "
-            "a gated model needs its licence accepted and HF_TOKEN set."
+            f"{path} cannot be read: {_reason(error)} Pass a local folder or a name you have "
+            "access to; a gated model needs its licence accepted and HF_TOKEN set."
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first, *others = lines or [type(error).__name__]
+    if isinstance(error, OSError | ValueError):
+        return first
+    return f"its config.json has a value of another kind ({' '.join((first, *others[:1]))})."
 
 
 def recommend(drafter: cfg.DrafterSpec, options: argparse.Namespace, card: AskedCard) -> str:

@@ -9,6 +9,7 @@ drafter that the ranks cannot share is counted in full as well.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from sglang_dflash.reference import Drafter, DrafterConfig
 from sglang_dflash.safetensors_header import read_safetensors_header
 from sglang_dflash.speculators_format import HEAD, drafters_own
 
+INDEX = "model.safetensors.index.json"
 GIB = 2**30
 MIB = 2**20
 BYTES = 2  # per bf16 value
@@ -166,11 +168,18 @@ def _gib(size: int) -> str:
 
 
 def kv_heads(text: Any) -> dict[str, int]:
-    """Return the KV heads by type of layer; Gemma 4's types differ, under its own config names."""
+    """Return the KV heads by type of layer; Gemma 4's types differ, under its own config names.
+    Raise ValueError for a type whose KV is not known."""
     names = {
         "full_attention": ("num_global_key_value_heads", "num_key_value_heads"),
         "sliding_attention": ("swa_num_key_value_heads", "num_key_value_heads"),
     }
+    unknown = sorted(set(_kinds(text)) - names.keys())
+    if unknown:
+        raise ValueError(
+            f"the memory plan counts KV of {' and '.join(names)} layers, and not of those of type "
+            f"{', '.join(unknown)}"
+        )
     return {kind: _first(text, *names[kind]) or text.num_attention_heads for kind in _kinds(text)}
 
 
@@ -236,8 +245,32 @@ def in_files(path: str) -> dict[str, int] | None:
     return dict(_tensors(Path(path))) or None
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that a server loads: those of the index, if there is one, and
+    not what lies beside them. Raise ValueError if the index names a file that is missing, unless
+    all of them are: then none was downloaded."""
+    found = sorted(folder.glob("*.safetensors"))
+    index = folder / INDEX
+    if not index.is_file():
+        return found
+    try:
+        named = sorted(
+            {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{index} is not an index of tensors. Download it again.") from None
+    missing = [path.name for path in named if not path.is_file()]
+    if len(missing) == len(named):
+        return []
+    if missing:
+        raise ValueError(
+            f"{folder} lacks {', '.join(missing)}, which its {INDEX} names. Download it again."
+        )
+    return named
+
+
 def _tensors(folder: Path) -> Iterator[tuple[str, int]]:
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         for name, entry in read_safetensors_header(file).items():
             begin, end = entry["data_offsets"]
             yield name, end - begin

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from sglang_dflash.commands.doctor import look_at_installation, look_at_pair
+from sglang_dflash.commands.doctor import look_at_pair
+from sglang_dflash.commands.installation import look_at_installation
 from sglang_dflash.glue.programs.server import run_server
 
 

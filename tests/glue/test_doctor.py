@@ -316,7 +316,7 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(
     """The server would find out after it has loaded the target."""
     assert main(["doctor", *shapes("qwen3-8b"), "--tp-size", "3"]) == 1
     told = capsys.readouterr().out
-    assert "tensor parallelism: the target has 32 query heads and 8 KV" in told
+    assert "tensor parallelism: the target has 32 query heads and 8 KV heads\n" in told
     assert "--tp-size 3 does not divide them. Pass a size that does." in told
 
 
@@ -344,7 +344,7 @@ def test_a_drafter_that_ranks_cannot_share_is_counted_whole(
     assert two[f"draft KV per token{ranks}"] == whole["draft KV per token"]
     assert states["tensor parallelism"] == (
         "note 2 ranks share the target's heads equally, and each holds the whole drafter, which "
-        "has 33 query heads, 3 KV, and an MLP of 12288"
+        "has 33 query heads, 3 KV heads, and an MLP of 12288"
     )
 
 
