@@ -110,7 +110,7 @@ def test_a_cache_that_the_card_cannot_read_is_refused(
 
 
 def test_experts_are_captured_for_a_whole_verify_pass(models: Path) -> None:
-    """SGLang sizes the buffer by prefill chunks and requests; a larger pass would end the server."""
+    """SGLang sizes the buffer by chunks and requests; a larger pass would end the server."""
     asked = ("--enable-return-routed-experts", "--max-running-requests", "8")
     with pytest.raises(ValueError, match="routed-experts: with .* for 127 tokens .* may have 128"):
         parse(models, *asked, "--chunked-prefill-size", "127")

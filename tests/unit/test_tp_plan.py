@@ -127,3 +127,11 @@ def test_the_report_says_what_it_is_and_what_does_not_fit(model: Model) -> None:
     # 42,000 tokens of KV fit beside 61 GiB of weights on 80 GB at most
     [row] = [line for line in text.splitlines() if line.startswith("| tp 1")][:1]
     assert row.endswith("| does not fit | does not fit |")
+
+
+def test_the_page_shows_what_the_program_prints(model: Model) -> None:
+    """The page leaves the units to its heading."""
+    printed = tp_plan.table(model, "H200", 4.2).replace(" rows", "").replace(" tok/s", "")
+    page = (ROOT / "docs" / "several-cards.md").read_text()
+    for row in printed.splitlines():
+        assert not row.startswith("| tp ") or row in page
