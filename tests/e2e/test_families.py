@@ -65,6 +65,9 @@ class Family:
             plain_target, self.longest = self._widen(), window
         common = ("--skip-tokenizer-init", "--chunked-prefill-size", "64")
         common += ("--max-total-tokens", "4096")
+        if name in HYBRID:
+            # by default, recurrent states take most of the memory
+            common += ("--max-mamba-cache-size", "64")
         if name == "gpt-oss" and torch.cuda.is_available():
             # experts in plain torch, which read sizes on the host
             common += ("--disable-cuda-graph", "--moe-runner-backend", "triton")

@@ -46,7 +46,7 @@ class Hybrid:
         self._folder = folder
         # seeds are honoured in deterministic mode only
         common = (*SHAPE, "--model-path", str(target), "--enable-deterministic-inference")
-        common += ("--mamba-track-interval", str(INTERVAL))
+        common += ("--mamba-track-interval", str(INTERVAL), "--max-mamba-cache-size", "128")
         script = {"PYTHONPATH": SCRIPTED, "SCRIPT_FOLDER": str(folder)}
         self.plain, self.dflash = start_together(
             Server(*common, plain=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from sglang_dflash.pairs import tiny_target
 from sglang_dflash.pairs.tiny_corpus.corpus import sample_prompts
 from sglang_dflash.reference.generate import generate_plain
 from sglang_dflash.train import follow_ups
-from sglang_dflash.train.answers import Answer, answer_files, read_answers
+from sglang_dflash.train.answers import Answer, answer_files, append_answers, read_answers
 from sglang_dflash.train.batches import encode_prompt
 from sglang_dflash.train.prompts import read_chats, read_prompts
 from sglang_dflash.train.turns import is_later, prompt_key
@@ -96,20 +97,38 @@ def test_all_turns_are_counted(out: Path) -> None:
     assert noted["count"] == len(found)
 
 
-def test_a_resumed_run_asks_for_the_missing_turns_only(
-    out: Path, talks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("turns", [0, 1, 2])
+def test_a_resumed_run_asks_for_what_is_missing(
+    turns: int, out: Path, talks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Interrupted between turns, or within one, it must end with the same answers."""
+    """Interrupted within a turn, it must end with the same answers."""
     found = answers_in(out)
     again = tmp_path / "out"
-    first_only = [*SMALL, *ANSWERS, "--out", again]
-    assert train(*first_only, "--prompts", talks, "--answer-minutes=0.00001") == 0
-    assert 0 < len(answers_in(again)) < len(found)
-    assert train(*first_only, "--prompts", talks, "--resume") == 0
+    shutil.copytree(out, again)
+    for file in answer_files(again):
+        file.unlink()
+    kept = [key for key in found if turn_of(key) < turns]
+    # and every other one of this turn
+    kept += [key for key in found if turn_of(key) == turns][::2]
+    append_answers(again, [found[key] for key in kept])
+    resume = [*SMALL, *ANSWERS, "--out", again, "--prompts", talks, "--resume"]
+    assert train(*resume) == 0
     assert answers_in(again) == found
-    capsys.readouterr()
-    assert train(*first_only, "--prompts", talks, "--resume") == 0
+    assert f"turn {turns + 1}: " in capsys.readouterr().out
+    assert train(*resume) == 0
     assert "answers to generate" not in capsys.readouterr().out
+
+
+def turn_of(key: str) -> int:
+    return int(key.rpartition(".")[2]) if is_later(key) else 0
+
+
+def test_a_run_ends_with_its_minutes(talks: Path, tmp_path: Path) -> None:
+    """Turns that are left would otherwise be asked for ever."""
+    folder = tmp_path / "out"
+    limit = ("--answer-minutes=0.000001", "--prompts", talks, "--out", folder)
+    assert train(*SMALL, *ANSWERS, *limit) == 0
+    assert len(answers_in(folder)) < 12
 
 
 def test_shares_divide_talks_as_they_divide_prompts(out: Path, talks: Path, tmp_path: Path) -> None:
