@@ -76,11 +76,13 @@ def at_once(
 
 def server_gib(target: Path | str, drafter: Path | str, tokens: int) -> float:
     """Return the memory of one server with a drafter, as `doctor` plans it from the configs."""
+    from sglang_dflash.commands.memory_plan import GIB
+
     memory = memory_of(str(target), str(drafter))
     if memory.weights is None:
         raise SystemExit(f"{target}: the size of its weights is unknown. Pass --at-once.")
     per_token = sum(memory.target_kv.values()) + memory.draft_kv
-    return (memory.weights + tokens * per_token) / 2**30 + OTHER_GIB
+    return (memory.weights + tokens * per_token) / GIB + OTHER_GIB
 
 
 def memory_of(target: str, drafter: str) -> RankMemory:

@@ -79,11 +79,13 @@ def generate_answers(run: Run, engine: Engine | None, *, known: dict[str, store.
     if missing:
         with _start_engine(run, engine, kind) as ask:
             deadline = time.monotonic() + 60 * (config.answer_minutes or math.inf)
-            while missing and time.monotonic() < deadline:
+            while missing:
                 left = deadline - time.monotonic()
                 store.answer_questions(
                     missing, ask=ask, stop=run.stop, folder=run.out, seconds=left
                 )
+                if time.monotonic() > deadline:
+                    break
                 missing = turns.missing(store.read_answers(store.answer_files(run.out)))
     return Origin(files=[asdict(file) for file in prompts.files], engine=kind, commands=[])
 
@@ -94,6 +96,8 @@ class _Turns:
     def __init__(self, run: Run, prompts: Prompts, kind: str) -> None:
         config = run.config
         self._kind = kind
+        # those before it are answered
+        self._number = 0
         self._first = store.make_questions(
             prompts.token_ids,
             held_out=config.held_out,
@@ -116,10 +120,9 @@ class _Turns:
     def missing(self, known: Mapping[str, store.Answer]) -> list[list[store.Question]]:
         """Return the unanswered questions of the first turn that has any, in parts that are
         generated and written together; say how many they are."""
-        for number in range(self._talks.most_turns + 1):
-            turn = Turn(self._first)
-            if number:
-                turn = self._talks.ask_turn(number, self._first, known)
+        while self._number <= self._talks.most_turns:
+            number = self._number
+            turn = self._talks.ask_turn(number, self._first, known) if number else Turn(self._first)
             parts = _parts(turn.questions, self._kind)
             # partition first, then drop answered questions: a resumed run has the same parts
             left = [[q for q in part if q.key not in known] for part in parts]
@@ -132,6 +135,7 @@ class _Turns:
                     flush=True,
                 )
                 return left
+            self._number += 1
         return []
 
 
