@@ -87,26 +87,22 @@ def server_gib(target: Path | str, drafter: Path | str, tokens: int) -> float:
 
 def memory_of(target: str, drafter: str) -> RankMemory:
     """Return what a pair needs on one GPU; exit with the reason if it does not fit together."""
-    # these import SGLang, which is slow; --at-once avoids it
-    from sglang_dflash import config
-    from sglang_dflash.commands.memory_plan import RankMemory
-    from sglang_dflash.glue.startup.drafter_format import read_config
-    from sglang_dflash.glue.startup.server_args import describe_target
+    # imports SGLang, which is slow; --at-once avoids it
+    from sglang_dflash.commands.doctor import read_pair
 
-    try:
-        configs = [read_config(path, trust_remote_code=False) for path in (target, drafter)]
-        spec = config.DrafterSpec.from_config(configs[1].to_dict(), name=drafter)
-        config.check_pair(spec, describe_target(configs[0], name=target))
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"pair: {target} + {drafter}. {error}") from None
     asked = argparse.Namespace(
+        model_path=target,
+        speculative_draft_model_path=drafter,
         tp_size=1,
         quantization=None,
         trust_remote_code=False,
         swa_full_tokens_ratio=1.0,
         kv_cache_dtype=None,
     )
-    return RankMemory.of_pair(*configs, drafter=spec, paths=(target, drafter), asked=asked)
+    try:
+        return read_pair(asked).memory(asked)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"pair: {target} + {drafter}. {error}") from None
 
 
 def serve_all(

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_dflash import config as cfg
 from sglang_dflash import drafter_config
@@ -54,6 +54,26 @@ class Diagnosis:
             "proposal": self.offers[0].described() if self.offers else None,
             "also_fit": [offer.summary() for offer in self.offers[1:]],
         }
+
+
+class Pair(NamedTuple):
+    """A target and a drafter that fit together, by their configs."""
+
+    target_config: Any
+    draft_config: Any
+    target: cfg.TargetSpec
+    drafter: cfg.DrafterSpec
+
+    def memory(self, asked: argparse.Namespace, draft_backend: str | None = None) -> RankMemory:
+        """Return what each rank has to hold."""
+        return RankMemory.of_pair(
+            self.target_config,
+            self.draft_config,
+            drafter=self.drafter,
+            paths=(asked.model_path, asked.speculative_draft_model_path),
+            asked=asked,
+            draft_backend=draft_backend,
+        )
 
 
 def run_doctor(options: argparse.Namespace) -> int:
@@ -138,13 +158,10 @@ def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, 
         missing = "--model-path" if not target_path else "--speculative-draft-model-path"
         return [Finding("pair", "bad", "incomplete pair", f"Pass {missing} as well.")], None
     try:
-        target_config = _read(target_path, options, role="target")
-        draft_config = _read(draft_path, options, role="drafter")
-        drafter = cfg.DrafterSpec.from_config(draft_config.to_dict(), name=draft_path)
-        target = describe_target(target_config, name=target_path)
-        cfg.check_pair(drafter, target)
+        pair = read_pair(options)
     except (ValueError, OSError) as error:
         return [Finding("pair", "bad", f"{target_path} + {draft_path}", str(error))], None
+    target, drafter = pair.target, pair.drafter
     found = Finding(
         "pair",
         "ok",
@@ -154,32 +171,31 @@ def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, 
     )
     card = AskedCard.of(options)
     options = card.complete(options)
-    counted, memory = _count(target_config, draft_config, drafter=drafter, asked=options, card=card)
+    counted, memory = _count(pair, options, card=card)
     findings = [found, *_kv_cache(options, card), *counted]
     return findings, {"memory": memory, "launch": recommend(drafter, options, card)}
 
 
+def read_pair(asked: argparse.Namespace) -> Pair:
+    """Read a target and its drafter. Raise ValueError or OSError unless they fit together."""
+    target_path, draft_path = asked.model_path, asked.speculative_draft_model_path
+    target_config = _read(target_path, asked, role="target")
+    draft_config = _read(draft_path, asked, role="drafter")
+    drafter = cfg.DrafterSpec.from_config(draft_config.to_dict(), name=draft_path)
+    target = describe_target(target_config, name=target_path)
+    cfg.check_pair(drafter, target)
+    return Pair(target_config, draft_config, target, drafter)
+
+
 def _count(
-    target_config: Any,
-    draft_config: Any,
-    *,
-    drafter: cfg.DrafterSpec,
-    asked: argparse.Namespace,
-    card: AskedCard,
+    pair: Pair, asked: argparse.Namespace, *, card: AskedCard
 ) -> tuple[list[Finding], dict[str, Any]]:
     """Check what each rank has to hold; return the memory plan as well, empty if there is none."""
     place = Place("cuda", card.capability, is_fp32=False)
-    backend = able_backends(drafter.attention_kinds(), place)[0]
+    backend = able_backends(pair.drafter.attention_kinds(), place)[0]
     try:
-        findings = _tensor_parallelism(target_config, drafter, asked.tp_size)
-        rank = RankMemory.of_pair(
-            target_config,
-            draft_config,
-            drafter=drafter,
-            paths=(asked.model_path, asked.speculative_draft_model_path),
-            asked=asked,
-            draft_backend=backend,
-        )
+        findings = _tensor_parallelism(pair.target_config, pair.drafter, asked.tp_size)
+        rank = pair.memory(asked, draft_backend=backend)
     except ValueError as error:
         advice = "The server itself finds out whether the pair fits, when it has loaded it."
         return [Finding("memory", "note", f"not checked: {error}", advice)], {}
