@@ -160,7 +160,10 @@ def names_of(ranks: int, sglang: str | None) -> list[str]:
     if ranks > 1:
         return list(ON_TWO_RANKS)
     has_states = sglang not in WITHOUT_STATES
-    return [family.name for family in FAMILIES if has_states or not family.has_states]
+    served = [family for family in FAMILIES if has_states or not family.has_states]
+    # quantised targets first: SGLang compiles their GEMMs for minutes, on one core
+    served.sort(key=lambda family: family.quantisation is None)
+    return [family.name for family in served]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -169,7 +172,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--tp", type=int, choices=(1, 2), default=1, help="ranks of a server, all on one GPU"
     )
     parser.add_argument("--families", nargs="+", help="default: all")
-    parser.add_argument("--at-once", type=int, default=7, help="families to run on the GPU at once")
+    parser.add_argument("--at-once", type=int, default=5, help="families to run on the GPU at once")
     parser.add_argument("--no-recipe", action="store_true", help="skip the full-sized 31B recipe")
     parser.add_argument(
         "--commit", help="commit to record if the tree is a copy without git history"

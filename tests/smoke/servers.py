@@ -88,6 +88,8 @@ def arguments_of(family: Family, *, seeded: bool) -> list[str]:
     found = ["--load-format", "dummy", "--tokenizer-path", str(tiny_target())]
     found += ["--max-total-tokens", "8192", "--max-running-requests", "16"]
     found += ["--mem-fraction-static", "0.9", "--chunked-prefill-size", "128"]
+    # an idle scheduler would keep a core busy, and there are more servers than cores
+    found += ["--sleep-on-idle"]
     if seeded:
         found.append("--enable-deterministic-inference")
     if family.has_states:
