@@ -2,13 +2,15 @@
 
 A server takes a minute to start and leaves the GPU idle meanwhile, so `--side-by-side` starts
 several together. Each is measured while the others are idle (`--sleep-on-idle`: otherwise SGLang's
-scheduler busy-polls a core).
+scheduler busy-polls a core). Each keeps to cores of its own: how fast a scheduler runs depends on
+what else its core does, its other hyperthread included.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -121,6 +123,33 @@ def serve_all(
             stop(key, running.pop(key))
 
 
+def core_shares(count: int) -> list[set[int]]:
+    """Split the cores that this process may use into shares for `count` servers and itself, in this
+    order. Hyperthreads of a core stay together. All use all cores if those are too few, or if there
+    is only one server, which a user would not bind to cores either."""
+    allowed = os.sched_getaffinity(0)
+    cores: dict[str, set[int]] = {}
+    for thread in sorted(allowed):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list")
+        name = siblings.read_text() if siblings.exists() else str(thread)
+        cores.setdefault(name, set()).add(thread)
+    shares = count + 1
+    if count == 1 or len(cores) < shares:
+        return [allowed] * shares
+    return [set().union(*list(cores.values())[share::shares]) for share in range(shares)]
+
+
+@contextlib.contextmanager
+def on_cores(share: set[int]) -> Iterator[None]:
+    """Keep this thread, and the processes that it starts, to some cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, share)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 @contextlib.contextmanager
 def serve_together(
     starts: Mapping[Key, Callable[[], ServerProcess]],
@@ -134,15 +163,18 @@ def serve_together(
     """
     running: dict[Key, ServerProcess] = {}
     failed: dict[Key, RuntimeError] = {}
+    shares = core_shares(len(starts))
     try:
-        for key, start in starts.items():
-            running[key] = start()
+        for share, (key, start) in zip(shares, starts.items(), strict=False):
+            with on_cores(share):
+                running[key] = start()
         for key, server in running.items():
             try:
                 server.wait(timeout_s=timeout_s)
             except RuntimeError as error:
                 failed[key] = error
-        yield running, failed
+        with on_cores(shares[-1]):
+            yield running, failed
     finally:
         for key, server in running.items():
             stop(key, server)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,3 +45,33 @@ def test_as_many_servers_start_at_once_as_the_gpu_holds(
 def test_a_pair_that_does_not_fit_together_is_named() -> None:
     with pytest.raises(SystemExit, match="pair: "):
         sharing.server_gib(SHAPES / "qwen3-8b", SHAPES / "gemma4-31b-draft", TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("threads", "servers", "shares"),
+    [
+        # two hyperthreads a core
+        (16, 3, [{0, 1, 8, 9}, {2, 3, 10, 11}, {4, 5, 12, 13}, {6, 7, 14, 15}]),
+        (16, 1, [set(range(16))] * 2),
+        (4, 4, [set(range(4))] * 5),
+    ],
+)
+def test_each_server_has_cores_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, threads: int, servers: int, shares: list[set[int]]
+) -> None:
+    def siblings(path: Path) -> str:
+        core = int(path.parts[5].removeprefix("cpu")) // 2 * 2
+        return f"{core}-{core + 1}\n"
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(threads)))
+    monkeypatch.setattr(Path, "exists", lambda _path: True)
+    monkeypatch.setattr(Path, "read_text", siblings)
+    assert sharing.core_shares(servers) == shares
+
+
+def test_a_process_keeps_to_its_cores_and_ours_gets_all_back() -> None:
+    before = os.sched_getaffinity(0)
+    one: Any = {min(before)}
+    with sharing.on_cores(one):
+        assert os.sched_getaffinity(0) == one
+    assert os.sched_getaffinity(0) == before
