@@ -8,6 +8,7 @@ verification keeps more of them and is just as exact (`kernels/sampling/referenc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -76,6 +77,18 @@ def accept(
         slots=slots,
         bounds=bounds,
         confidence=proposal.confidence,
+    )
+
+
+def together(commits: Sequence[Commit]) -> Commit:
+    """Return passes of one row per request, one after the other, as one commit."""
+    first, last = commits[0], commits[-1]
+    return Commit(
+        lens=first.lens * len(commits),
+        token_ids=torch.cat([commit.token_ids for commit in commits], dim=1),
+        bonus=last.bonus,
+        new_lens=last.new_lens,
+        slots=torch.cat([commit.slots for commit in commits], dim=1),
     )
 
 

@@ -89,6 +89,12 @@ class GraphCosts:
         ms[1:] = self._host.step_ms(Kind.UNIFORM, requests, ms[1:])
         return ms
 
+    def repeated_ms(self, requests: int, context: int, passes: int) -> float:
+        """Return the ms of a step of several passes without drafts."""
+        timed, graphs = self._timings(requests)
+        ms = passes * self._corrected(timed[:1], graphs[:1], context)
+        return float(self._host.step_ms(Kind.REPEATED, requests, ms)[0])
+
     def waits_for_host(self, requests: int) -> bool:
         """Return whether the device has lately waited for the host in steps that draft."""
         return any(self._host.ms(kind, requests) > 0 for kind in (Kind.UNIFORM, Kind.SHARED))
@@ -115,10 +121,12 @@ class GraphCosts:
         ms: float,
         rows: int | None = None,
         idle_ms: float | None = None,
+        *,
+        passes: int = 1,
     ) -> None:
         """Learn from a step's measured device time; `rows`: as many were shared out. `idle_ms`:
         how long the device waited in the step and until the next one, if that followed at once."""
-        if self._host.record(Kind.of(width, rows), requests, ms, idle_ms):
+        if self._host.record(Kind.of(width, rows, passes), requests, ms, idle_ms) or passes > 1:
             # not all of the device's waits are known
             return
         if rows is None:
@@ -282,6 +290,10 @@ class LearntCosts:
         """Return the ms of each step that `shared` lists."""
         return self.step_ms(requests, context)[1:]
 
+    def repeated_ms(self, requests: int, context: int, passes: int) -> float:
+        """Return the ms of a step of several passes without drafts: as of so many steps."""
+        return passes * float(self.step_ms(requests, context)[0])
+
     def waits_for_host(self, requests: int) -> bool:
         """Host and device are one: what a step costs includes both."""
         return False
@@ -294,9 +306,12 @@ class LearntCosts:
         ms: float,
         rows: int | None = None,
         idle_ms: float | None = None,
+        *,
+        passes: int = 1,
     ) -> None:
         """Learn from a step's measured time; `rows`: as many were shared out. `idle_ms` is of no
         use where host and device are one."""
+        ms /= passes
         if rows is None:
             rows = requests * width
         drafted = float(width > 1)

@@ -27,6 +27,10 @@ class Host(Protocol):
         """Mark a stage boundary without synchronising: four marks per step."""
         ...
 
+    def begin_pass(self, lens: Tensor) -> None:
+        """Begin another verify pass of the same step: requests have become this long."""
+        ...
+
     def sampling_plan(self) -> SamplingPlan | None:
         """Return the plan for our kernels; None if the batch is greedy or the host samples it."""
         ...

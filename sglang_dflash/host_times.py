@@ -32,11 +32,14 @@ class Kind(IntEnum):
     PLAIN = 0  # no draft pass
     UNIFORM = 1  # as many rows for each request
     SHARED = 2  # rows are shared out
+    REPEATED = 3  # several passes without drafts
 
     @classmethod
-    def of(cls, width: int, rows: int | None) -> Kind:
+    def of(cls, width: int, rows: int | None, passes: int) -> Kind:
         if rows is not None:
             return cls.SHARED
+        if passes > 1:
+            return cls.REPEATED
         return cls.PLAIN if width == 1 else cls.UNIFORM
 
 
@@ -59,10 +62,14 @@ class HostTimes:
         took_ms = device_ms + idle_ms
         is_paced = self._overlaps and idle_ms > IDLE_SHARE * took_ms
         is_exact = is_paced or not self._overlaps
+        is_whole = self._overlaps
+        if kind is Kind.REPEATED:
+            # the device's waits between the passes count as its work: only the sum is known
+            is_paced = is_exact = is_whole = True
         if known is None and is_exact:
             known = self._known[kind, requests.bit_length()] = _Known()
         if known is not None:
-            ms = took_ms if self._overlaps else idle_ms
+            ms = took_ms if is_whole else idle_ms
             known.add(ms, is_paced=is_paced, is_exact=is_exact, step=self._steps)
         return is_paced
 
@@ -73,7 +80,9 @@ class HostTimes:
         host_ms = self.ms(kind, requests)
         if not host_ms:
             return device_ms
-        return np.maximum(device_ms, host_ms) if self._overlaps else device_ms + host_ms
+        if self._overlaps or kind is Kind.REPEATED:
+            return np.maximum(device_ms, host_ms)
+        return device_ms + host_ms
 
     def ms(self, kind: Kind, requests: int) -> float:
         """Return the host's time for a step; 0 if nothing is known."""

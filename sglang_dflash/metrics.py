@@ -49,6 +49,12 @@ class AcceptanceMeter:
         for position in range(min(num_correct, committed)):
             self.accepted_at[position] += 1
 
+    def record_undrafted(self, tokens: int) -> None:
+        """Count so many steps of one request that verified no draft."""
+        self.histogram[0] += tokens
+        self.at_width[0] += tokens
+        self.expected_tokens += tokens
+
     def since(self, earlier: AcceptanceMeter) -> AcceptanceMeter:
         """Return the counts added since `earlier` was copied."""
         found = AcceptanceMeter(self.block_size)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
-from sglang_dflash.accept import accept, decide
+from sglang_dflash.accept import accept, decide, together
 from sglang_dflash.buffers import StepBuffers
-from sglang_dflash.commit import commit_step
+from sglang_dflash.commit import commit_step, write_features
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.draft import draft
 from sglang_dflash.host import Host
@@ -20,6 +22,55 @@ from sglang_dflash.verify import verify
 def prefill_step(host: Host, *, features: Tensor, positions: Tensor, slots: Tensor) -> None:
     """Write the draft KV of the prompt tokens that the target has just prefilled."""
     host.write_draft_kv(features, positions, slots)
+
+
+def undrafted_step(
+    host: Host,
+    ops: Ops,
+    context: DraftContext,
+    *,
+    passes: int,
+    buffers: StepBuffers,
+    policy: DraftPolicy,
+    config: DFlashConfig,
+) -> Commit:
+    """Generate a token in each of several passes of one row per request, as plain decoding does,
+    before the scheduler hears of any.
+
+    Where the scheduler takes longer than the target, it is paid for once in several tokens. The
+    number of passes is set before the step, and each samples from the target alone.
+    """
+    host.mark()
+    plan = host.sampling_plan()
+    host.mark()
+    commits: list[Commit] = []
+    for _ in range(passes):
+        if commits:
+            context = replace(context, anchors=commits[-1].bonus, lens=commits[-1].new_lens)
+            host.begin_pass(context.lens)
+        proposal = draft(
+            host,
+            ops,
+            context,
+            plan,
+            width=1,
+            share=None,
+            confidence=None,
+            buffers=buffers,
+            policy=policy,
+            config=config,
+        )
+        target = verify(host, context, proposal.block, plan)
+        verdict = decide(ops, plan, proposal, target)
+        host.agree(*verdict.decisions())
+        commits.append(accept(ops, context, proposal, verdict))
+        write_features(host, proposal.block, target, commits[-1])
+    host.mark()
+    commit = together(commits)
+    host.publish(commit.new_lens)
+    host.record(commit)
+    host.mark()
+    return commit
 
 
 def decode_step(

@@ -56,6 +56,10 @@ NEARLY, TIMED_STEPS = 0.85, 8
 # where the device waits for the host, whose time changes slowly, a choice is kept for so many
 # steps: making it takes time of the host's
 HELD_STEPS = 8
+# passes of a step without drafts where the host sets the pace: so many tokens share what it does
+# once a step, as SGLang's scheduler does. A request that ends within a step leaves half of them
+# unused on average
+PASSES = 8
 # seconds between probes, and the share of time that they may cost
 FIRST_INTERVAL, LAST_INTERVAL, PROBE_SHARE = 1.0, 10.0, 0.01
 # steps of given widths to begin with, where costs are not known
@@ -67,6 +71,7 @@ class Choice(NamedTuple):
 
     width: int  # the most rows of one request
     rows: int | None = None  # of the whole batch, to share out; None: each request has `width`
+    passes: int = 1  # of one row per request each, without drafts; otherwise there is one
 
 
 class WidthPolicy:
@@ -89,7 +94,7 @@ class WidthPolicy:
         self._clock = clock
         self._widths = [Choice(width) for width in range(1, block_size + 1)]
         self._last, self._requests = Choice(fixed or block_size), 1
-        self._held, self._held_for = 0, (0, False)
+        self._held, self._held_for = 0, (0, False, False)
         # whether blocks of one width ran since rows were last shared out
         self._is_curve_old = False
         self._steps = [0] * block_size
@@ -105,11 +110,14 @@ class WidthPolicy:
         self._probes = 0
         self._timed_without: set[int] = set()  # rows of graphs that took steps without drafts
 
-    def choose(self, requests: int, context: int, *, may_share: bool = False) -> Choice:
-        """Return the width of the next step; `may_share`: its rows can be shared out."""
+    def choose(
+        self, requests: int, context: int, *, may_share: bool = False, may_repeat: bool = False
+    ) -> Choice:
+        """Return the width of the next step; `may_share`: its rows can be shared out, `may_repeat`:
+        it can have several passes."""
         if self._fixed is not None and isinstance(self.costs, LearntCosts):
             return Choice(self._fixed)
-        if self._held and self._held_for == (requests, may_share):
+        if self._held and self._held_for == (requests, may_share, may_repeat):
             self._held -= 1
             return self._last
         # lists: arrays are slower at this size
@@ -122,6 +130,8 @@ class WidthPolicy:
         choices, tokens = self._widths, self.acceptance.tokens()
         if is_shared := may_share and requests > 1 and bool(self.costs.shared(requests).rows):
             choices, tokens, ms = self._shared_choices(requests, context, ms)
+        if may_repeat:
+            choices, tokens, ms = self._with_repeated(requests, context, choices, tokens, ms)
         if self._planned:
             planned = self._planned.pop()
             if planned.rows is None:
@@ -158,7 +168,7 @@ class WidthPolicy:
             self._next_probe = max(now + self._interval, self._next_allowed)
             return choices[probed]
         if self.costs.waits_for_host(requests):
-            self._held, self._held_for = HELD_STEPS, (requests, may_share)
+            self._held, self._held_for = HELD_STEPS, (requests, may_share, may_repeat)
         return choices[place]
 
     def record(self, width: int, num_correct: Sequence[int]) -> None:
@@ -200,7 +210,9 @@ class WidthPolicy:
         """Learn from the device's time of a step, and of its wait for the next one, if any width is
         to be chosen."""
         if self._fixed is None:
-            self.costs.record(requests, choice.width, context, ms, choice.rows, idle_ms)
+            self.costs.record(
+                requests, choice.width, context, ms, choice.rows, idle_ms, passes=choice.passes
+            )
 
     def admit(self, new: int, requests: int) -> None:
         """Note that some of the requests of the next step are new: what was learnt from others says
@@ -215,7 +227,7 @@ class WidthPolicy:
     def expected_tokens(self, choice: Choice, requests: int) -> float:
         """Return the tokens that a request is expected to commit in such a step."""
         if choice.rows is None:
-            return self.acceptance.tokens()[choice.width - 1]
+            return choice.passes * self.acceptance.tokens()[choice.width - 1]
         extra = np.array([choice.rows / requests - 1])
         return float(self._shared_tokens(extra, [choice.width])[0])
 
@@ -223,6 +235,7 @@ class WidthPolicy:
         return {
             "mode": "auto" if self._fixed is None else self._fixed,
             "width": self._last.width,
+            "passes": self._last.passes,
             "expected_tokens": round(self.expected_tokens(self._last, self._requests), 4),
             "survival": [round(float(share), 4) for share in self.acceptance.survival()],
             "steps_by_width": {str(k): n for k, n in enumerate(self._steps, start=1) if n},
@@ -251,6 +264,24 @@ class WidthPolicy:
             found += ms[equal]
         return choices, tokens, found
 
+    def _with_repeated(
+        self,
+        requests: int,
+        context: int,
+        choices: list[Choice],
+        tokens: list[float],
+        ms: list[float],
+    ) -> tuple[list[Choice], list[float], list[float]]:
+        """Return the choices with several passes in place of the one without drafts, if so more
+        tokens a second are promised."""
+        passes = min(PASSES, self._block_size)
+        took = self.costs.repeated_ms(requests, context, passes)
+        least = 1.0 if self._last.passes > 1 else HYSTERESIS
+        if passes * ms[0] <= least * took:
+            return choices, tokens, ms
+        repeated = Choice(1, passes=passes)
+        return [repeated, *choices[1:]], [float(passes), *tokens[1:]], [took, *ms[1:]]
+
     def _shared_tokens(self, extra: Floats, widths: Sequence[int]) -> Floats:
         """Return the tokens by the mean of extra rows and the most rows of a request."""
         tokens = self.curve.tokens(extra, widths)
@@ -277,6 +308,8 @@ class WidthPolicy:
 
     def _nearest(self, choices: list[Choice], requests: int) -> int:
         """Return the place of the last choice, or of that with the nearest number of rows."""
+        if self._last.width == 1:
+            return 0
         if self._last in choices:
             return choices.index(self._last)
         rows = self._last.rows or self._last.width * requests

@@ -19,7 +19,12 @@ from sglang_dflash.metrics import together
 
 LINE_LENGTH = 100
 # steps that the host needs about the same time for (sglang_dflash/host_times.py)
-HOST_KINDS = {"plain": "no drafts", "uniform": "equal widths", "shared": "shared rows"}
+HOST_KINDS = {
+    "plain": "no drafts",
+    "repeated": "several passes without drafts",
+    "uniform": "equal widths",
+    "shared": "shared rows",
+}
 # tests keep both equal to those of the page (live.html), and the first to that of sglang_dflash in
 # all pictures (benchmarks/picture_style.py)
 COLOUR = "#1b7f4d"  # of speed

@@ -85,7 +85,7 @@ def test_ranks_choose_their_rows_as_the_first_one_does(
     width = two_ranks.state()["sglang_dflash"]["width"]
     assert (width["mode"], width["shares_rows"]) == ("auto", True)
     expected = plain.generate_all(prompts[:8], max_new_tokens=NEW_TOKENS)
-    plugin.give(given, 16, 1, 5, -3)
+    plugin.give(given, 16, 1, 5, "1*4", -3)
     before = two_ranks.acceptance()
     found = two_ranks.generate_all(prompts[:8], max_new_tokens=NEW_TOKENS)
     plugin.give(given)
@@ -121,6 +121,8 @@ def test_a_rank_that_hangs_is_named_and_ends_the_server(
         with pytest.raises(requests.ConnectionError):
             asked.result(30)
     assert time.monotonic() - began < 60
-    [sentence] = [line for line in two_ranks.log().splitlines() if "This server ends." in line]
+    lines = two_ranks.log().splitlines()
+    sentence = next((line for line in lines if "This server ends." in line), "")
+    assert sentence, "\n".join(lines[-40:])
     assert f" TP0] Rank 1 of this server (process {stopped.pid} on " in sentence
     assert ") has not answered rank 0 for 5 s, and no rank can go on without it." in sentence

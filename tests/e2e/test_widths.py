@@ -30,8 +30,9 @@ from tests.e2e.test_sampling import CASES, SEEDED, ask, flatten, tokens
 from tests.schedules import follows
 
 BLOCK = 16
-# no drafts, whole blocks, and between; negative: so many rows per request on average, shared out
-CHANGING = (1, 16, 4, -3, 2, 1, -6, 7)
+# no drafts, whole blocks, and between; negative: so many rows per request on average, shared out;
+# with *: passes without drafts
+CHANGING = (1, 16, 4, -3, "1*5", 2, 1, -6, "1*8", 7)
 NEW_TOKENS = 40
 # sampling by our kernels that is greedy, unless two tokens are within rounding error
 COLD = {"temperature": 1e-4}
@@ -142,7 +143,8 @@ def test_answers_are_those_of_plain_decoding(
     body = {"sampling_params": {"max_new_tokens": NEW_TOKENS, **CASES[name]}}
     expected = tokens(ask(control, prompts[:8], body))
     assert tokens(ask(changing, prompts[:8], body)) == expected
-    assert all(changing.acceptance()["at_width"][width - 1] for width in CHANGING if width > 0)
+    positive = (width for width in CHANGING if isinstance(width, int) and width > 0)
+    assert all(changing.acceptance()["at_width"][width - 1] for width in positive)
     is_ours = name == "temperature 0"
     assert bool(changing.state()["sglang_dflash"]["width"]["shared"]["steps"]) or not is_ours
 
@@ -209,7 +211,7 @@ def test_sampling_so_cold_that_it_is_greedy(
     assert all(ids + answer == expected[: len(ids) + 60] for ids, answer, expected in pairs)
 
 
-@pytest.mark.parametrize("widths", [(1, 16), (1, 1, 1, 16), (16, 1, 5, 2)], ids=str)
+@pytest.mark.parametrize("widths", [(1, 16), ("1*3", 1, 16), (16, 1, 5, "1*8", 2)], ids=str)
 def test_drafts_after_steps_without_a_draft_equal_the_oracle(
     scripted: Server,
     answers: list[list[int]],
@@ -217,20 +219,21 @@ def test_drafts_after_steps_without_a_draft_equal_the_oracle(
     folder: Path,
     oracle: tuple[Any, Drafter],
     give: Callable[..., None],
-    widths: tuple[int, ...],
+    widths: tuple[int | str, ...],
 ) -> None:
     """A step that does not draft still writes the draft KV of its token. A hole would not change
     an answer, only make every later draft worse."""
     for i in range(2):
         give(*widths)
-        rid = f"record-{'-'.join(map(str, widths))}-{i}"
+        rid = f"record-{'-'.join(map(str, widths)).replace('*', 'x')}-{i}"
         found = scripted.generate(prompts[i], rid=rid, max_new_tokens=97, ignore_eos=True)
         sequence = prompts[i] + found["output_ids"]
         assert sequence == answers[i][: len(sequence)]
         blocks = check_blocks(folder, rid, oracle, sequence)
-        drafting = [width for width in widths if width > 1]
+        drafting = [width for width in widths if isinstance(width, int) and width > 1]
         steps = found["meta_info"]["dflash"]["verify_steps"]
-        assert len(blocks) >= steps * len(drafting) // len(widths) > 2
+        in_turn = sum(int(str(width).partition("*")[2] or 1) for width in widths)
+        assert len(blocks) >= steps * len(drafting) // in_turn > 2
         for k, drafts in enumerate(blocks):
             assert len(drafts) == drafting[k % len(drafting)] - 1
 
@@ -275,21 +278,22 @@ def test_results_are_counted_at_the_width_of_their_step(
         for k in (2, 3):
             pool.submit(scripted.generate, prompts[k], max_new_tokens=10 * k)
     scripted.flush_cache()  # once nothing runs any more
-    give(2, 3, 5, 7, 11)
+    give(2, 3, "1*4", 5, "1*8", 11)
     before = scripted.acceptance()
-    # all drafts are right: the first token, then as many as each step is wide
-    params = {"max_new_tokens": 1 + 2 + 3 + 5 + 7, "ignore_eos": True}
+    # all drafts are right: the first token, then as many as each step is wide, or has passes; the
+    # last one ends after 3 of its 8
+    params = {"max_new_tokens": 1 + 2 + 3 + 4 + 5 + 3, "ignore_eos": True}
     found = scripted.generate(prompts[0], rid="right15-counted", **params)
-    once = {2: 1, 3: 1, 5: 1, 7: 1}
+    counted = {1: 7, 2: 1, 3: 1, 5: 1}
     gained = added(scripted, before)
-    assert (gained["at_width"], gained["histogram"]) == (once, once)
+    assert (gained["at_width"], gained["histogram"]) == (counted, counted)
     assert found["meta_info"]["dflash"] == {
-        "accept_length": 17 / 4,
-        "verify_steps": 4,
+        "accept_length": 17 / 10,
+        "verify_steps": 10,
         "verified_rows": 17,
-        "drafted_tokens": 13,
-        "accepted_tokens": 13,
-        "accepted_histogram": [0, 1, 1, 0, 1, 0, 1],
+        "drafted_tokens": 7,
+        "accepted_tokens": 7,
+        "accepted_histogram": [7, 1, 1, 0, 1],
     }
 
 

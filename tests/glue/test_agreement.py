@@ -10,6 +10,7 @@ import torch
 
 from sglang_dflash.glue.step.agreement import Comparison, difference
 from sglang_dflash.types import Commit, DraftContext, RowShare
+from sglang_dflash.width import Choice
 
 CONTEXT = DraftContext(
     anchors=torch.tensor([5, 6]), lens=torch.tensor([9, 4]), request_rows=torch.tensor([1, 2])
@@ -44,7 +45,7 @@ def refuse(sentence: str) -> None:
 
 
 def run(comparison: Comparison) -> None:
-    comparison.begin(lambda: ["a", "b"], CONTEXT, 2, SHARE)
+    comparison.begin(lambda: ["a", "b"], CONTEXT, Choice(2), SHARE)
     comparison.finish(COMMIT)
 
 
@@ -91,6 +92,6 @@ def test_nothing_is_looked_at_otherwise(is_on: bool, ranks: int) -> None:
     """Reading a tensor would wait for the GPU in every step."""
     group: Any = SimpleNamespace(world_size=ranks)
     comparison = Comparison(group, is_on=is_on, end=refuse)
-    comparison.begin(lambda: pytest.fail("requests were asked for"), CONTEXT, 2, None)
+    comparison.begin(lambda: pytest.fail("requests were asked for"), CONTEXT, Choice(2), None)
     comparison.finish(COMMIT)
     assert comparison.steps == 0

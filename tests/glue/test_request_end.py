@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.glue.after_step import request_end
-from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
+from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping, StepRows
 from sglang_dflash.metrics import AcceptanceAlarm
 from tests.glue.test_sampling import Req
 
@@ -87,3 +87,27 @@ def test_a_stop_counts_before_the_length_and_the_grammars_end(
 def test_a_grammar_ends_with_the_last_token_that_it_left(book: Bookkeeping) -> None:
     assert finished([4, 5, 6], Grammar(ended=True), 99) == ("FINISH_MATCHED_TOKEN", 5)
     assert finished([4, 5, 6], Grammar(ended=False), 4) == ("FINISH_LENGTH", 4)
+
+
+def test_passes_without_drafts_are_metered_as_steps(book: Bookkeeping) -> None:
+    """SGLang takes a step of eight passes for one step with seven correct drafts."""
+    from sglang.srt.managers.schedule_batch import Req as RealReq
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    params = SamplingParams(max_new_tokens=6, stop_token_ids=[STOP])
+    params.normalize(None)
+    req: Any = RealReq("a", "", [1], params, vocab_size=100)
+    original = getattr(RealReq.update_finish_state, "__wrapped__", RealReq.update_finish_state)
+    for block, width, correct in (([2, 3, 4], StepRows(BLOCK, 2.5), 2), ([5, STOP, 8, 9], None, 3)):
+        book.begin_result(width or StepRows(1, 4.0, passes=4))
+        # as SGLang counts a step's result before it asks whether the request has finished
+        req.output_ids.extend(block)
+        req.spec_verify_ct += 1
+        req.spec_num_correct_drafts += correct
+        req.update_spec_correct_drafts_histogram(correct)
+        request_end.finish_and_meter(original, req, len(block))
+    assert (req.finished_len, req.spec_verify_ct, req.spec_num_correct_drafts) == (5, 3, 2)
+    assert list(req.spec_correct_drafts_histogram) == [2, 0, 1]
+    assert req.spec_num_cap_tokens == BLOCK + 2
+    assert (book.meter.histogram, book.meter.at_width) == ([2, 0, 1, 0], [2, 0, 0, 1])
+    assert book.meter.expected_tokens == 4.5

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.confidence import Calibration
+from sglang_dflash.glue.after_step.bookkeeping import StepRows
 from sglang_dflash.glue.after_step.stage_clock import StepTime
 from sglang_dflash.glue.step.width_choice import WidthChoice
 from sglang_dflash.types import Commit
@@ -21,11 +22,11 @@ class Notes:
         self.calibration = Calibration(16)
         self.told: list[Any] = []
 
-    def choose(self, requests: int, context: int, *, may_share: bool) -> Choice:
+    def choose(self, requests: int, context: int, *, may_share: bool, may_repeat: bool) -> Choice:
         return self.choices.pop(0)
 
     def expected_tokens(self, choice: Choice, requests: int) -> float:
-        return choice.width + 0.5
+        return choice.passes * (choice.width + 0.5)
 
     def record(self, *told: Any) -> None:
         self.told.append(("result", *told))
@@ -49,14 +50,14 @@ def test_late_results_and_times_belong_to_the_oldest_step() -> None:
     """With overlap scheduling a step's result arrives after the next one started, and its time on a
     GPU later still: told of the wrong step, the policy would learn from noise."""
     choice, told = width_choice(16, 1, 4)
-    assert choice.start(["a", "b"], 100) == (16, None)
-    assert choice.start(["a", "b"], 120) == (1, None)
-    assert choice.has_result([3, 15]) == (16, 16.5)
-    assert choice.start(["b"], 70) == (4, None)
-    assert choice.has_result([0, 0]) == (1, 1.5)
+    assert choice.start(["a", "b"], 100) == (Choice(16), None)
+    assert choice.start(["a", "b"], 120) == (Choice(1), None)
+    assert choice.has_result([3, 15]) == StepRows(16, 16.5)
+    assert choice.start(["b"], 70) == (Choice(4), None)
+    assert choice.has_result([0, 0]) == StepRows(1, 1.5)
     choice.has_time(StepTime(0.020, 0.0, 0.001))
     choice.has_time(StepTime(0.005, 0.001, 0.002))
-    assert choice.has_result([2]) == (4, 4.5)
+    assert choice.has_result([2]) == StepRows(4, 4.5)
     choice.has_time(StepTime(0.010, 0.0, 0.003))
     assert told == [
         ("result", 16, [3, 15]),
@@ -85,16 +86,28 @@ def test_a_wait_counts_only_if_the_next_step_follows_at_once() -> None:
 def test_a_shared_step_is_learnt_from_with_the_rows_that_each_request_had() -> None:
     """The host chose their sum only; the device says afterwards who had how many."""
     choice, told = width_choice(Choice(3, rows=5), 2, Choice(3, rows=4))
-    width, share = choice.start(["a", "b"], 100, may_share=True)
-    assert width == 3 and share is not None and share.num_rows == 5
+    chosen, share = choice.start(["a", "b"], 100, may_share=True)
+    assert chosen.width == 3 and share is not None and share.num_rows == 5
     assert share.offsets.tolist() == choice.policy.calibration.offsets.tolist()
     confidence = torch.tensor([[0.5, 0.25], [0.75, 0.5]])
     choice.committed(commit(bounds=torch.tensor([0, 2, 5]), confidence=confidence))
     choice.start(["a", "b"], 100)
     choice.committed(commit())
-    assert choice.has_result([1, 0]) == ({"a": 2, "b": 3}, 3.5)
-    assert choice.has_result([1, 1]) == (2, 2.5)
+    assert choice.has_result([1, 0]) == StepRows({"a": 2, "b": 3}, 3.5)
+    assert choice.has_result([1, 1]) == StepRows(2, 2.5)
     assert told == [("shared", [2, 3], confidence.tolist(), [1, 0]), ("result", 2, [1, 1])]
+
+
+def test_tokens_of_several_passes_are_not_learnt_as_drafts() -> None:
+    """SGLang takes all but a step's last token for correct drafts."""
+    choice, told = width_choice(Choice(1, passes=8))
+    assert choice.start(["a", "b"], 100, may_repeat=True) == (Choice(1, passes=8), None)
+    assert choice.has_result([7, 7]) == StepRows(1, 12.0, 8)
+    choice.has_time(StepTime(0.010, 0.0, 0.001))
+    assert told == [
+        ("result", 1, [0, 0]),
+        ("time", 2, Choice(1, passes=8), 100, 10.0, 1.0),
+    ]
 
 
 def test_a_changed_calibration_reaches_the_device_once() -> None:

@@ -2,8 +2,9 @@
 
 WIDTHS names a file with widths, separated by commas. The steps take them in turn, from the first
 again whenever the file is replaced. While there is no such file, the policy chooses. A negative
-width is that of a mean request: as many rows are shared out, if the batch may share them. Each rank
-of a tensor-parallel server starts with a width of its own.
+width is that of a mean request: as many rows are shared out, if the batch may share them. `1*5` is
+a step of five passes without drafts, if the batch may have them. Each rank of a tensor-parallel
+server starts with a width of its own.
 """
 
 from __future__ import annotations
@@ -24,19 +25,24 @@ def activate() -> None:
 
     file = Path(os.environ["WIDTHS"])
     choose = WidthPolicy.choose
-    given: Iterator[int] = iter(())
+    given: Iterator[str] = iter(())
     version = 0
 
-    def choose_given(self: Any, requests: int, context: int, *, may_share: bool = False) -> Choice:
+    def choose_given(
+        self: Any, requests: int, context: int, *, may_share: bool, may_repeat: bool
+    ) -> Choice:
         nonlocal given, version
         if not file.exists():
-            return choose(self, requests, context, may_share=may_share)
+            return choose(self, requests, context, may_share=may_share, may_repeat=may_repeat)
         if (found := file.stat().st_mtime_ns) != version:
             version = found
-            given = itertools.cycle(map(int, file.read_text().split(",")))
+            given = itertools.cycle(file.read_text().split(","))
             for _ in range(torch.distributed.get_rank()):
                 next(given)
-        width = next(given)
+        first, _, passes = next(given).partition("*")
+        if passes and may_repeat:
+            return Choice(1, passes=int(passes))
+        width = int(first)
         if width < 0 and may_share and requests > 1:
             wanted = min(-width, self._block_size) * requests
             if larger := [rows for rows in self.costs.shared(requests).rows if rows >= wanted]:
@@ -46,7 +52,7 @@ def activate() -> None:
     WidthPolicy.choose = choose_given
 
 
-def give(file: Path, *widths: int) -> None:
+def give(file: Path, *widths: int | str) -> None:
     """Let the steps from now on have these widths in turn; none: the policy's."""
     if not widths:
         file.unlink(missing_ok=True)

@@ -43,8 +43,8 @@ COLD_SHARE = 0.9
 # verify widths given to a server, in its script folder (tests/plugins/widths.py)
 WIDTHS_FILE = "widths"
 FULL_BLOCK = 16
-# negative: so many rows per request on average, shared out among them
-CHANGING_WIDTHS = (1, 16, -2, 4, 2, -4, 7)
+# negative: so many rows per request on average, shared out among them; with *: passes of one row
+CHANGING_WIDTHS = (1, 16, -2, 4, "1*5", 2, -4, 7)
 
 Tokens = list[int]
 

@@ -10,7 +10,7 @@ from sglang_dflash.config import DFlashConfig, DrafterSpec, Overlap
 from sglang_dflash.kernels import TORCH
 from sglang_dflash.policy import DraftPolicy
 from sglang_dflash.simulate import SteadyAcceptance
-from sglang_dflash.step import decode_step, prefill_step
+from sglang_dflash.step import decode_step, prefill_step, undrafted_step
 from sglang_dflash.types import DraftContext, DraftOutput, RowShare, TargetOutput
 
 B = 4
@@ -84,6 +84,9 @@ class CountingHost:
     def mark(self):
         self.marks += 1
 
+    def begin_pass(self, lens):
+        self.events.append(f"begin {lens.tolist()}")
+
     def agree(self, *decisions):
         for decision in decisions if self.decided is not None else ():
             decision.copy_(self.decided.pop(0))
@@ -129,6 +132,34 @@ def run(
         config=config(),
         simulation=simulation,
     )
+
+
+def test_a_step_of_several_passes_commits_a_token_in_each() -> None:
+    host = CountingHost([])
+    context = DraftContext(
+        anchors=torch.tensor([10, 50]), lens=torch.tensor([5, 7]), request_rows=torch.tensor([0, 1])
+    )
+    commit = undrafted_step(
+        host,
+        TORCH,
+        context,
+        passes=3,
+        buffers=StepBuffers(max_requests=4, block_size=B, device="cpu"),
+        policy=DraftPolicy(4, "cpu"),
+        config=config(),
+    )
+    assert commit.lens.tolist() == [3, 3]
+    assert commit.token_ids.tolist() == [[11, 12, 13], [51, 52, 53]]
+    assert commit.bonus.tolist() == [13, 53]
+    assert commit.new_lens.tolist() == [8, 10]
+    # the features of the anchor and of each token but the last are in the draft KV
+    assert host.written == {5: 10.0, 6: 11.0, 7: 12.0, 71: 50.0, 72: 51.0, 73: 52.0}
+    begins = ["begin [6, 8]", "begin [7, 9]"]
+    one_pass = ["plan", "verify", "write"]
+    assert host.events == [
+        *one_pass, begins[0], *one_pass, begins[1], *one_pass, "publish [8, 10]", "record"
+    ]  # fmt: skip
+    assert host.marks == 4
 
 
 def test_step_commits_the_correct_drafts_and_one_target_token() -> None:

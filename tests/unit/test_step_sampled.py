@@ -18,7 +18,7 @@ from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.kernels import TORCH, Noise
 from sglang_dflash.policy import DraftPolicy
 from sglang_dflash.reference.rejection import BlockRule
-from sglang_dflash.step import decode_step
+from sglang_dflash.step import decode_step, undrafted_step
 from sglang_dflash.types import (
     Commit,
     DraftContext,
@@ -47,6 +47,7 @@ class SamplingHost:
         # of each request's drafts, where rows are shared; whatever was drawn
         self.confidence = torch.rand(REQUESTS, B - 1, generator=generator)
         self.looks_at_drafts = False
+        self.passes = 0
 
     def slot_table(self):
         return torch.arange(64).expand(REQUESTS, 64)
@@ -77,13 +78,17 @@ class SamplingHost:
         return DraftOutput(*both.view(2, REQUESTS, -1), logits, confidence)
 
     def verify_block(self, context, block, plan):
-        rows = self.target[: block.token_ids.shape[1]]
+        # the next row in each pass of a step without drafts
+        rows = self.target[self.passes : self.passes + block.token_ids.shape[1]]
         if block.shared is None:
             logits = rows.repeat(REQUESTS, 1)
         else:
             self.rows = block.shared.bounds.diff()
             logits = rows[block.shared.columns()]
         return TargetOutput(features=block.rows.token_ids[:, None].float(), logits=logits)
+
+    def begin_pass(self, lens):
+        self.passes += 1
 
     def agree(self, *decisions):
         pass
@@ -122,6 +127,19 @@ class SamplingHost:
             policy=policy or DraftPolicy(REQUESTS, "cpu"),
             config=config(),
             simulation=None,
+        )
+
+    def undrafted(self, passes: int) -> Commit:
+        torch.manual_seed(4)
+        zeros = torch.zeros(REQUESTS, dtype=torch.int64)
+        return undrafted_step(
+            self,
+            TORCH,
+            DraftContext(anchors=zeros, lens=zeros + 5, request_rows=torch.arange(REQUESTS)),
+            passes=passes,
+            buffers=StepBuffers(max_requests=REQUESTS, block_size=B, device="cpu"),
+            policy=DraftPolicy(REQUESTS, "cpu"),
+            config=config(),
         )
 
     def tokens_by_definition(self) -> list[list[int]]:
@@ -195,6 +213,20 @@ def test_tokens_follow_the_target_at_every_width(width: int, top_k: int) -> None
     kept = min(top_k, VOCAB)
     assert_drawn_from(commit.token_ids[:, 0], host.distribution(0, top_k=kept))
     assert_drawn_from(commit.bonus[is_whole], host.distribution(width - 1, top_k=kept))
+
+
+@pytest.mark.parametrize("top_k", [3, UNFILTERED])
+def test_every_pass_of_a_step_draws_from_the_target_anew(top_k: int) -> None:
+    """Noise that two passes shared would make the second token depend on the first."""
+    host = SamplingHost(make_plan(top_k))
+    tokens = host.undrafted(3).token_ids
+    for row in range(3):
+        assert_drawn_from(tokens[:, row], host.distribution(row, top_k=min(top_k, VOCAB)))
+    for one, other in ((0, 1), (1, 2), (0, 2)):
+        pairs = (VOCAB * tokens[:, one] + tokens[:, other]).bincount(minlength=VOCAB**2)
+        counts = pairs.view(VOCAB, VOCAB)
+        counts = counts[counts.sum(1) > 50][:, counts.sum(0) > 50]
+        assert chi2_contingency(counts).pvalue > 1e-3
 
 
 def test_a_cut_that_does_not_look_at_the_drafts_changes_nothing() -> None:

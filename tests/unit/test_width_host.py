@@ -9,15 +9,17 @@ import pytest
 
 from sglang_dflash.costs import GraphCosts
 from sglang_dflash.host_times import ENOUGH_STEPS, KEPT_STEPS, RECENT_STEPS, HostTimes, Kind
-from sglang_dflash.width import Choice
-from tests.unit.test_confidence import BLOCK
+from sglang_dflash.width import PASSES, Choice
+from tests.unit.test_confidence import BLOCK, Drafter
 from tests.unit.test_width_shared import Server, Times, mixed
 from tests.unit.test_width_shared import graph_costs as large_model
 
 # a target of 135M parameters on one H200
 VERIFY_MS = {16: 0.9, 64: 0.95, 128: 1.0, 256: 1.2, 512: 1.6, 1024: 2.6, 1280: 3.2}
 DRAFT_MS = {1: 0.3, 16: 0.4, 64: 0.6, 128: 1.0}
-HOST_MS = {Kind.PLAIN: 2.1, Kind.UNIFORM: 3.2, Kind.SHARED: 4.4}
+HOST_MS = {Kind.PLAIN: 2.1, Kind.UNIFORM: 3.2, Kind.SHARED: 4.4, Kind.REPEATED: 1.3 + 8 * 0.8}
+# and for a step of plain decoding, which SGLang serves
+PLAIN_DECODING_MS = 1.4
 # of the time that the device waits for the host, so much lies where it is taken for work
 UNSEEN = 0.1
 
@@ -29,8 +31,15 @@ def small_model(*, overlaps: bool = True) -> GraphCosts:
 class HostPaced(Server):
     """A server whose device waits for the host unless a step has many rows."""
 
-    def __init__(self, lengths: list[float], *, overlaps: bool = True) -> None:
-        super().__init__(lengths, costs=small_model(overlaps=overlaps), true_costs=small_model())
+    def __init__(
+        self, lengths: list[float], *, overlaps: bool = True, may_repeat: bool = False
+    ) -> None:
+        super().__init__(
+            lengths,
+            costs=small_model(overlaps=overlaps),
+            true_costs=small_model(),
+            may_repeat=may_repeat,
+        )
 
     def host_ms(self, choice: Choice) -> float:
         # the host also does something for each request
@@ -48,7 +57,7 @@ class HostPaced(Server):
         """Return tokens per second if every step were this one, of one width."""
         draws = [self.drafter.draw().survival for _ in range(4000 // self.requests)]
         tokens = 1 + np.concatenate(draws)[:, : choice.width - 1].sum(axis=1).mean()
-        return float(1000 * self.requests * tokens / self.step_ms(choice))
+        return float(1000 * self.requests * choice.passes * tokens / self.step_ms(choice))
 
 
 @pytest.mark.parametrize("requests", [1, 8, 32, 64])
@@ -62,6 +71,37 @@ def test_where_the_host_sets_the_pace_no_fixed_width_is_better(
     achieved = server.run(10)
     assert achieved > 0.98 * full
     assert achieved > 0.98 * plain
+
+
+@pytest.mark.parametrize("requests", [1, 8, 32])
+@pytest.mark.parametrize("length", [1.0, 1.3, 2.1, 4.2])
+def test_where_drafts_fail_several_passes_run_in_a_step(requests: int, length: float) -> None:
+    """Then it is not slower than plain decoding, of which a step takes the host less time."""
+    server = HostPaced([length] * requests, may_repeat=True)
+    full, repeated = server.rate_of(Choice(BLOCK)), server.rate_of(Choice(1, passes=PASSES))
+    plain = 1000 * requests / (PLAIN_DECODING_MS * (1 + requests / 128) + 0.02)
+    assert repeated > plain
+    server.run(2)
+    achieved = server.run(10)
+    assert achieved > 0.97 * max(full, repeated)
+    assert achieved > plain
+
+
+def test_several_passes_stop_once_drafts_pay_again() -> None:
+    server = HostPaced([1.0] * 8, may_repeat=True)
+    server.run(5)
+    assert server.choices[-1].passes == PASSES
+    server.drafter = Drafter([6.0] * 8)
+    server.run(12)
+    assert Choice(1, passes=PASSES) not in server.choices[-100:]
+
+
+@pytest.mark.parametrize("requests", [1, 64])
+def test_a_device_that_is_busy_runs_one_pass_a_step(requests: int) -> None:
+    """More would gain nothing, and tokens would arrive in lumps."""
+    server = Server([1.0] * requests, costs=large_model(), may_repeat=True)
+    server.run(20)
+    assert {choice.passes for choice in server.choices} == {1}
 
 
 @pytest.mark.parametrize("length", [2.1, 3.7])

@@ -40,7 +40,9 @@ class Server:
         costs: GraphCosts | LearntCosts | None = None,
         true_costs: GraphCosts | None = None,
         context: int = 0,
+        may_repeat: bool = False,
     ) -> None:
+        self.may_repeat = may_repeat
         self.drafter = Drafter(lengths)
         self.requests = len(lengths)
         self.true_costs = true_costs or graph_costs()
@@ -54,7 +56,8 @@ class Server:
     def ms(self, choice: Choice) -> float:
         attention_ms = MS_PER_TOKEN * self.context
         if choice.rows is None:
-            return float(self.true_costs.step_ms(self.requests, 0)[choice.width - 1]) + attention_ms
+            ms = float(self.true_costs.step_ms(self.requests, 0)[choice.width - 1]) + attention_ms
+            return choice.passes * ms
         place = self.true_costs.shared(self.requests).rows.index(choice.rows)
         return float(self.true_costs.shared_ms(self.requests, 0)[place]) + attention_ms
 
@@ -63,7 +66,9 @@ class Server:
         return self.ms(choice), None
 
     def step(self) -> Choice:
-        choice = self.policy.choose(self.requests, self.context, may_share=True)
+        choice = self.policy.choose(
+            self.requests, self.context, may_share=True, may_repeat=self.may_repeat
+        )
         confidence, survival, correct = self.drafter.draw()
         rows = np.full(self.requests, choice.width)
         if choice.rows is not None:
@@ -75,7 +80,7 @@ class Server:
         ms *= self._rng.normal(1, 0.02)
         self.now += (ms + (idle_ms or 0)) / 1000
         # in the mean over outcomes, which has less noise
-        self.tokens += self.requests + float(verified(survival, rows).sum())
+        self.tokens += choice.passes * self.requests + float(verified(survival, rows).sum())
         self.choices.append(choice)
         self._late.append((choice, (ms, idle_ms), rows, confidence, correct))
         if len(self._late) > LATE:

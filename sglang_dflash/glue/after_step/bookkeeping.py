@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_dflash.glue import seams
 from sglang_dflash.glue.after_step.exporter import PrometheusExporter
@@ -17,6 +17,14 @@ logger = logging.getLogger(__name__)
 FLUSH_S = 1.0
 
 
+class StepRows(NamedTuple):
+    """What a step verified."""
+
+    width: int | Mapping[str, int]  # rows of each request, by its id if they differ
+    expected: float = 0.0  # tokens that a request was expected to commit
+    passes: int = 1  # without drafts, if there are several, of one row per request each
+
+
 class Bookkeeping:
     """One worker's counters, and their sinks."""
 
@@ -24,10 +32,8 @@ class Bookkeeping:
         self.meter = AcceptanceMeter(block_size)
         self.clock = StageClock(device_type)
         self.alarm = alarm
-        # verify width of the step whose result is being processed, by request id if they differ
-        self._width: int | Mapping[str, int] = block_size
-        # and the tokens that each of its requests was expected to commit
-        self._expected = 0.0
+        # of the step whose result is being processed
+        self._rows = StepRows(block_size)
         self._export: PrometheusExporter | None = None
         self._speaks = True
         self._flushed = time.monotonic()
@@ -44,20 +50,29 @@ class Bookkeeping:
         if reporter.current_scheduler_metrics_enabled and collector is not None:
             self._export = PrometheusExporter(dict(collector.labels), self.meter.block_size)
 
-    def begin_result(self, width: int | Mapping[str, int], expected: float) -> None:
-        """Note the verify width of the step whose result is processed next, and the tokens that a
-        request was expected to commit."""
-        self._width, self._expected = width, expected
+    def begin_result(self, rows: StepRows) -> None:
+        """Note what was verified in the step whose result is processed next."""
+        self._rows = rows
+
+    @property
+    def passes(self) -> int:
+        """The passes of the step whose result is being processed."""
+        return self._rows.passes
 
     def width_of(self, request_id: str) -> int:
-        """Return the rows that a request had in the step whose result is being processed."""
-        return self._width if isinstance(self._width, int) else self._width[request_id]
+        """Return the rows that a request had in a pass of that step."""
+        width = self._rows.width
+        return width if isinstance(width, int) else width[request_id]
 
     def record(
         self, num_correct: int, committed: int, width: int, *, context: int, ended: bool
     ) -> None:
-        """Count one step of one request, of the batch whose result is being processed."""
-        self.meter.record(num_correct, committed, width, self._expected)
+        """Count one step of one request, of the batch whose result is being processed. Each pass
+        of a step without drafts counts as a step."""
+        if self.passes > 1:
+            self.meter.record_undrafted(committed)
+        else:
+            self.meter.record(num_correct, committed, width, self._rows.expected)
         warning = self.alarm.record(num_correct, committed, context, width)
         if warning is not None and self._speaks:
             logger.warning(warning)

@@ -22,6 +22,7 @@ REQ = changes.Fields(
         "finished_len": "an answer ends at its first stop",
         "grammar": "only the last token of a block can have ended it",
         "spec_num_cap_tokens": "SGLang's count of verified rows, under its own name",
+        "spec_verify_ct": "every pass of a step counts",
         "spec_num_correct_drafts": "drafts after a stop are not counted",
         "spec_correct_drafts_histogram": "drafts after a stop are not counted",
     },
@@ -48,11 +49,15 @@ def finish_and_meter(original: Any, req: Any, new_accepted_len: int = 1) -> None
         committed = new_accepted_len
         if req.finished() and req.finished_len is not None:
             committed = max(1, min(committed, req.finished_len - before))
-        _uncount_after_stop(req, num_correct, min(num_correct, committed))
+        passes = max((book.passes for book in _meters), default=1)
+        _uncount_after_stop(req, num_correct, min(num_correct, committed) if passes == 1 else 0)
+        if passes > 1:
+            _count_passes(req, committed)
         # a grammar that rejects a step's first token ends the request, which then keeps nothing
         for book in _meters if new_accepted_len else ():
             width = book.width_of(req.rid)
-            REQ.write(req, spec_num_cap_tokens=req.spec_num_cap_tokens + width)
+            verified = width if passes == 1 else committed
+            REQ.write(req, spec_num_cap_tokens=req.spec_num_cap_tokens + verified)
             context = len(req.origin_input_ids) + len(req.output_ids)
             book.record(num_correct, committed, width, context=context, ended=req.finished())
     _metered[req] = (req.spec_verify_ct, req.spec_num_correct_drafts)
@@ -64,8 +69,17 @@ def _uncount_after_stop(req: Any, num_correct: int, accepted: int) -> None:
         return
     counted = req.spec_num_correct_drafts - (num_correct - accepted)
     REQ.write(req, spec_num_correct_drafts=counted)
-    REQ.edit(req, "spec_correct_drafts_histogram")[num_correct] -= 1
+    histogram = REQ.edit(req, "spec_correct_drafts_histogram")
+    histogram[num_correct] -= 1
+    while histogram and not histogram[-1]:
+        histogram.pop()
     req.update_spec_correct_drafts_histogram(accepted)
+
+
+def _count_passes(req: Any, passes: int) -> None:
+    """Count passes without drafts, which SGLang took for one step, as steps."""
+    REQ.write(req, spec_verify_ct=req.spec_verify_ct + passes - 1)
+    REQ.edit(req, "spec_correct_drafts_histogram")[0] += passes - 1
 
 
 def finish_token_by_token(original: Any, req: Any, new_accepted_len: int = 1) -> None:

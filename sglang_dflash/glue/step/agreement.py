@@ -52,7 +52,7 @@ class Comparison:
         self,
         request_ids: Callable[[], list[str]],
         context: DraftContext,
-        width: int,
+        choice: Choice,
         share: RowShare | None,
     ) -> None:
         """Compare a step before its passes, in which ranks with different numbers of rows would
@@ -63,7 +63,8 @@ class Comparison:
         self._compare(
             {
                 "list of requests": self._request_ids,
-                "verify width": width,
+                "verify width": choice.width,
+                "number of passes": choice.passes,
                 "number of shared rows": None if share is None else share.num_rows,
                 **self._by_request("anchor", context.anchors),
                 **self._by_request("length", context.lens),

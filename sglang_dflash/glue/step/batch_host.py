@@ -29,6 +29,7 @@ BATCH = changes.Fields(
     "ScheduleBatch",
     {
         "out_cache_loc": "a verify pass writes to the slots of its block",
+        "seq_lens": "every verify pass of a step begins where the last one ended",
         "seq_lens_cpu": "the host plans with upper bounds of the lengths, two blocks ahead",
         "seq_lens_sum": "the host plans with upper bounds of the lengths, two blocks ahead",
     },
@@ -72,7 +73,8 @@ class BatchHost:
         self.context_bound = int(self._lens_bound.sum())
         self._is_planned = False
         self.target_result: Any = None
-        self.verify_batch: Any = None
+        # of each verify pass, until the device has run them
+        self.verify_batches: list[Any] = []
         # outputs of the verify graph; None without a verify pass, or if it ran outside a graph
         self._graph: VerifyOutputs | None = None
 
@@ -89,14 +91,25 @@ class BatchHost:
     def _sampling_plan(self) -> SamplingPlan | None:
         return plan_of(self._batch)
 
+    def begin_pass(self, lens: Tensor) -> None:
+        BATCH.write(self._batch, seq_lens=lens)
+
     @property
     def may_share_rows(self) -> bool:
         """Whether requests may verify different numbers of rows: not if SGLang's sampler runs, or
         the batch has more keys than the graphs hold."""
-        runtime, batch = self._runtime, self._batch
-        if not runtime.shares_rows or not runtime.holds(self.context_bound):
-            return False
-        is_greedy = batch.sampling_info.is_all_greedy and not is_adjusted(batch)
+        runtime = self._runtime
+        return runtime.shares_rows and runtime.holds(self.context_bound) and self._chooses_tokens
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether the step may have several passes: not if SGLang's sampler runs."""
+        return self._runtime.may_repeat and self._chooses_tokens
+
+    @cached_property
+    def _chooses_tokens(self) -> bool:
+        """Whether the tokens of this batch are chosen without SGLang's sampler."""
+        is_greedy = self._batch.sampling_info.is_all_greedy and not is_adjusted(self._batch)
         return is_greedy or self._sampling_plan is not None
 
     def request_ids(self) -> list[str]:
@@ -208,9 +221,8 @@ class BatchHost:
             seq_lens_cpu=self._lens_bound,
             seq_lens_sum=self.context_bound,
         )
-        self.verify_batch, in_any_graph = verify_input.prepare_for_verify(
-            batch, runtime.target_worker
-        )
+        verify_batch, in_any_graph = verify_input.prepare_for_verify(batch, runtime.target_worker)
+        self.verify_batches.append(verify_batch)
         assert graph is None or in_any_graph, f"the graph of {layout} did not run"
 
     def verify_block(
@@ -223,7 +235,7 @@ class BatchHost:
             runtime.device_module.current_stream().wait_stream(runtime.plan_stream)
         self.target_result = runtime.target_worker.forward_batch_generation(
             batch=None,
-            forward_batch=self.verify_batch,
+            forward_batch=self.verify_batches[-1],
             is_verify=True,
             skip_attn_backend_init=True,
         )

@@ -9,7 +9,7 @@ import torch
 from sglang_dflash import mask_embedding
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.config import DFlashConfig
-from sglang_dflash.glue import compat
+from sglang_dflash.glue import compat, seams
 from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 from sglang_dflash.glue.models.embedding import input_embedding
 from sglang_dflash.glue.models.heads import BlockHead, DraftHead, VerifyHead
@@ -70,6 +70,13 @@ class DFlashRuntime:
         self._graphs: VerifyGraphRunner | None = None
         # whether the requests of a step may verify different numbers of rows
         self.shares_rows = False
+        # whether a step may have several passes. The experts and indices that SGLang returns for
+        # its tokens are those of one
+        server_args = seams.settings(self.target_runner.server_args)
+        returns_more = (
+            server_args.enable_return_routed_experts or server_args.enable_return_indexer_topk
+        )
+        self.may_repeat = self.states is None and not returns_more
         self.block_input = compat.DFlashVerifyInput(
             draft_token=None,
             positions=None,

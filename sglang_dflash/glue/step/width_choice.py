@@ -7,13 +7,14 @@ and device times arrive later, each in the order of the steps.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sglang_dflash.glue.after_step.bookkeeping import StepRows
 from sglang_dflash.glue.after_step.stage_clock import StepTime
 from sglang_dflash.types import Commit, RowShare
 from sglang_dflash.width import Choice, WidthPolicy
@@ -61,8 +62,13 @@ class WidthChoice:
         self._has_prefilled = True
 
     def start(
-        self, request_ids: Sequence[str], context: int, *, may_share: bool = False
-    ) -> tuple[int, RowShare | None]:
+        self,
+        request_ids: Sequence[str],
+        context: int,
+        *,
+        may_share: bool = False,
+        may_repeat: bool = False,
+    ) -> tuple[Choice, RowShare | None]:
         """Choose the width of the step that is about to start, and how its rows are shared; None if
         all requests have as many."""
         requests = len(request_ids)
@@ -74,12 +80,13 @@ class WidthChoice:
             if new := len(running - self._running):
                 self.policy.admit(new, requests)
             self._running = running
-        choice = self._agree(self.policy.choose(requests, context, may_share=may_share))
+        own = self.policy.choose(requests, context, may_share=may_share, may_repeat=may_repeat)
+        choice = self._agree(own)
         expected = self.policy.expected_tokens(choice, requests)
         step = Step(request_ids, choice, context, expected)
         self._without_result.append(step)
         self._without_time.append(step)
-        return choice.width, None if choice.rows is None else self._share(choice.rows)
+        return choice, None if choice.rows is None else self._share(choice.rows)
 
     def committed(self, commit: Commit) -> None:
         """Send what is to be learnt from the newest step to the host. It is there by the time that
@@ -91,19 +98,21 @@ class WidthChoice:
                 confidence=commit.confidence.to("cpu", non_blocking=True),
             )
 
-    def has_result(self, num_correct: Sequence[int]) -> tuple[int | Mapping[str, int], float]:
-        """Learn each request's number of correct drafts in the oldest step without a result.
-
-        Return that step's width, or each request's if rows were shared, and the tokens that a
-        request was expected to commit.
-        """
+    def has_result(self, num_correct: Sequence[int]) -> StepRows:
+        """Learn each request's number of correct drafts in the oldest step without a result, and
+        return what that step verified."""
         step = self._without_result.popleft()
+        choice = step.choice
+        if choice.passes > 1:
+            # SGLang takes the tokens of all passes but the last for drafts
+            num_correct = [0] * len(num_correct)
         if step.bounds is None or step.confidence is None:
-            self.policy.record(step.choice.width, num_correct)
-            return step.choice.width, step.expected
+            self.policy.record(choice.width, num_correct)
+            return StepRows(choice.width, step.expected, choice.passes)
         rows = np.diff(step.bounds.numpy())
         self.policy.record_shared(rows, step.confidence.numpy(), np.asarray(num_correct))
-        return dict(zip(step.request_ids, rows.tolist(), strict=True)), step.expected
+        by_request = dict(zip(step.request_ids, rows.tolist(), strict=True))
+        return StepRows(by_request, step.expected)
 
     def has_time(self, time: StepTime) -> None:
         """Learn the times of the oldest step without any. If another kind of pass followed it, the

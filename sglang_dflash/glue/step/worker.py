@@ -43,7 +43,7 @@ from sglang_dflash.glue.step.width_choice import WidthChoice
 from sglang_dflash.metrics import AcceptanceAlarm
 from sglang_dflash.policy import DraftPolicy
 from sglang_dflash.simulate import DrawnAcceptance, SteadyAcceptance
-from sglang_dflash.step import decode_step, prefill_step
+from sglang_dflash.step import decode_step, prefill_step, undrafted_step
 from sglang_dflash.types import DraftContext
 from sglang_dflash.width import WidthPolicy
 
@@ -265,7 +265,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         self, num_correct_drafts_per_req: list[int], batch_size: int = 0
     ) -> None:
         """Learn from a step's result, which SGLang is about to process request by request."""
-        self.book.begin_result(*self.width.has_result(num_correct_drafts_per_req))
+        self.book.begin_result(self.width.has_result(num_correct_drafts_per_req))
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:
         """Leave the drafter as it is: where SGLang asks, it updates no runner of this worker."""
@@ -351,21 +351,27 @@ class DFlashWorker(compat.BaseSpecWorker):
             lens=batch.seq_lens,
             request_rows=batch.req_pool_indices,
         )
-        width, share = self.width.start(
-            host.request_ids(), host.context_bound, may_share=host.may_share_rows
+        choice, share = self.width.start(
+            host.request_ids(),
+            host.context_bound,
+            may_share=host.may_share_rows,
+            may_repeat=host.may_repeat,
         )
-        self.runtime.comparison.begin(host.request_ids, context, width, share)
-        commit = decode_step(
-            host,
-            self.ops,
-            context,
-            width=width,
-            share=share,
-            buffers=self.runtime.buffers,
-            policy=self.policy,
-            config=self.config,
-            simulation=self.simulation,
-        )
+        self.runtime.comparison.begin(host.request_ids, context, choice, share)
+        how: dict[str, Any] = {"buffers": self.runtime.buffers, "policy": self.policy}
+        how["config"] = self.config
+        if choice.passes > 1:
+            commit = undrafted_step(host, self.ops, context, passes=choice.passes, **how)
+        else:
+            commit = decode_step(
+                host,
+                self.ops,
+                context,
+                width=choice.width,
+                share=share,
+                simulation=self.simulation,
+                **how,
+            )
         self.runtime.comparison.finish(commit)
         self.width.committed(commit)
         verified = host.target_result
@@ -377,9 +383,9 @@ class DFlashWorker(compat.BaseSpecWorker):
             can_run_cuda_graph=verified.can_run_cuda_graph,
             routed_experts_output=verified.routed_experts_output,
             indexer_topk_output=verified.indexer_topk_output,
-            speculative_num_draft_tokens=width,
+            speculative_num_draft_tokens=commit.token_ids.shape[1],
             new_seq_lens=commit.new_lens,
-            extra_keep_alive_refs=[host.verify_batch],
+            extra_keep_alive_refs=host.verify_batches,
         )
 
 
