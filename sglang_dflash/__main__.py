@@ -310,6 +310,11 @@ def add_pair_options(parser: argparse.ArgumentParser, *, by_card: bool = False) 
     )
     parser.add_argument("--quantization", help="how SGLang quantises the target")
     parser.add_argument(
+        "--speculative-draft-model-quantization",
+        choices=["fp8"],
+        help="FP8 weights in the drafter's MLPs and output projections",
+    )
+    parser.add_argument(
         "--kv-cache-dtype",
         choices=KV_TYPES,
         help="type of the KV cache; of SGLang's, those whose size is known",

@@ -225,6 +225,8 @@ class DFlashConfig:
     device: str
     draft_backend: str
     overlap: Overlap
+    # how the drafter's MLPs and output projections are quantised while they are loaded, if at all
+    draft_quantisation: str | None = None
     # verify width of every step; None to choose it step by step
     width: int | None = None
     # whether the requests of a step may verify different numbers of rows
@@ -257,6 +259,7 @@ class DFlashConfig:
             "context_len": self.context_len,
             "device": self.device,
             "draft_attention_backend": self.draft_backend,
+            "draft_weights": self.draft_quantisation or "as released",
             "overlap_schedule": self.overlap.schedule,
             "plan_stream": self.overlap.plan_stream,
             "simulated_accept_length": (

@@ -136,6 +136,7 @@ def _judge_offers(
     asked = {
         "--tp-size": options.tp_size != 1,
         "--quantization": options.quantization,
+        "--speculative-draft-model-quantization": options.speculative_draft_model_quantization,
         "--kv-cache-dtype": options.kv_cache_dtype,
         "--swa-full-tokens-ratio": options.swa_full_tokens_ratio,
     }
@@ -303,6 +304,8 @@ def recommend(drafter: cfg.DrafterSpec, options: argparse.Namespace, card: Asked
     command += ["--tp-size", str(options.tp_size)]
     if options.quantization:
         command += ["--quantization", options.quantization]
+    if how := options.speculative_draft_model_quantization:
+        command += ["--speculative-draft-model-quantization", how]
     if options.kv_cache_dtype:
         command += ["--kv-cache-dtype", options.kv_cache_dtype]
     line = shlex.join([*command, *card.arguments(options)])

@@ -68,6 +68,8 @@ class Settings:
         found += [] if share is None else ["--swa-full-tokens-ratio", f"{share:g}"]
         found += ["--tp-size", str(options.tp_size)] if on_gpu or options.tp_size > 1 else []
         found += ["--quantization", options.quantization] if options.quantization else []
+        how = options.speculative_draft_model_quantization
+        found += ["--speculative-draft-model-quantization", how] if how else []
         found += ["--kv-cache-dtype", options.kv_cache_dtype] if options.kv_cache_dtype else []
         found += ["--trust-remote-code"] if options.trust_remote_code else []
         return [*found, *options.server_args]

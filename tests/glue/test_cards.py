@@ -238,6 +238,18 @@ def test_a_named_pair_gets_the_settings_of_its_recipe(
     assert asked.complete(own).mem_fraction_static == 0.7
 
 
+def test_fp8_weights_halve_what_they_may_of_the_drafter(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Gemma 4 31B's: 1.61 GiB of MLPs and 0.41 of output projections in bf16."""
+    asked = [*shapes("gemma4-31b"), "--speculative-draft-model-quantization", "fp8"]
+    plan = told(capsys, *asked, "--card", "h200")["plan"]
+    assert "--speculative-draft-model-quantization fp8" in plan["launch"]
+    assert plan["memory"]["draft weights"] == "1.85 GiB"
+    whole = told(capsys, *shapes("gemma4-31b"), "--card", "h200")["plan"]["memory"]
+    assert whole["draft weights"] == "2.86 GiB"
+
+
 def test_e4m3_is_for_cards_that_can_read_it(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*shapes("qwen3-8b"), "--kv-cache-dtype", "fp8_e4m3"]
     plain = told(capsys, *shapes("qwen3-8b"), "--card", "4090")["plan"]["memory"]

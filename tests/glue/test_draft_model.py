@@ -39,13 +39,14 @@ def build(
     tp_rank: int,
     config: Any = None,
     model: type[DFlashDraftModel] = DFlashDraftModel,
+    quantisation: Any = None,
 ) -> DFlashDraftModel:
     """Return an empty drafter as rank `tp_rank` of `tp_size` builds it."""
     from sglang.srt.runtime_context import get_context
 
     config = config or AutoConfig.from_pretrained(tiny_drafter())
     with get_context().override_server_args(device="cpu"), as_rank(tp_rank, tp_size):
-        return model(config)
+        return model(config, quantisation)
 
 
 def checkpoint(folder: Path | None = None) -> dict[str, Tensor]:
@@ -62,6 +63,20 @@ def padded(folder: Path, tp_size: int) -> Any:
 
     found = ModelConfig(model_path=str(folder), is_draft_model=True)
     return adjust_config_with_unaligned_cpu_tp(found, LoadConfig(), tp_size)
+
+
+def test_projections_of_the_context_are_never_quantised() -> None:
+    """K and V of target tokens are projected with these weights outside the layers."""
+    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+
+    model = build(1, 0, quantisation=Fp8Config())
+    model.load_weights(checkpoint().items())
+    for layer in model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for each in (attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+            assert isinstance(each.quant_method, Fp8LinearMethod)
+        assert not isinstance(attention.qkv_proj.quant_method, Fp8LinearMethod)
+        assert attention.kv_weight.shape == (2 * attention.kv_size, model.spec.hidden_size)
 
 
 @pytest.mark.parametrize("tp_size", TP_SIZES)

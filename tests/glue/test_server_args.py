@@ -124,6 +124,17 @@ def test_the_drafter_is_not_quantised_with_its_target(models: Path) -> None:
         parse(models, "--speculative-draft-model-quantization", "awq")
 
 
+def test_fp8_weights_of_the_drafter_are_kept_where_they_can_run(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("--speculative-draft-model-quantization", "fp8")
+    with pytest.raises(ValueError, match="quantization fp8 needs a GPU. Drop it."):
+        parse(models, *asked)
+    monkeypatch.setattr(cards, "current", lambda: Card((9, 0)))
+    found = parse(models, *ON_GPU, *asked)
+    assert (found.quantization, found.speculative_draft_model_quantization) == (None, "fp8")
+
+
 def test_a_switch_turns_overlap_off(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_ENABLE_DFLASH_SPEC_V2", "0")
     assert parse(models).disable_overlap_schedule

@@ -124,6 +124,8 @@ class Family:
     own: dict[str, Any] = field(default_factory=dict)
     has_dflash2: bool = False
     quantisation: Mapping[str, Any] | None = None
+    # whether its deployed server has a drafter with FP8 weights
+    has_fp8_drafter: bool = False
 
     @property
     def is_gemma(self) -> bool:
@@ -186,7 +188,7 @@ FAMILIES = [
     Family("gemma4", "gemma4-31b"),
     Family("gemma4-moe", "gemma4-26b-a4b"),
     Family("qwen3-moe", "qwen3-coder-30b-a3b"),
-    Family("qwen3", "qwen3-8b"),
+    Family("qwen3", "qwen3-8b", has_fp8_drafter=True),
     Family("llama", "llama-3.1-8b"),
     Family("qwen2", "qwen3-8b", QWEN2),
     Family("gpt-oss", "gpt-oss-20b"),

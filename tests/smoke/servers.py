@@ -19,6 +19,7 @@ from tests.smoke.families import Family
 PLUGINS = ROOT / "tests" / "plugins"
 LARGEST_GRAPH = 4
 GRAPHS = ("--cuda-graph-max-bs-decode", str(LARGEST_GRAPH), "--disable-prefill-cuda-graph")
+FP8_DRAFTER = ("--speculative-draft-model-quantization", "fp8")
 # many servers compile their kernels at once
 RANKS_ENV = {COMPARE_RANKS: "1", RANK_PATIENCE: "120"}
 
@@ -78,6 +79,7 @@ def start(
             str(family.write_drafter(folder / "drafter", fp32=False)),
             *common,
             *GRAPHS,
+            *(FP8_DRAFTER if family.has_fp8_drafter else ()),
             env=env | compared | scripted(folder, "deployed"),
         )
     return found
@@ -148,4 +150,6 @@ def expected_worker(family: Family, name: str, *, small: bool, seeded: bool) -> 
     if not small and not seeded:
         found["verify_attention"] = "sglang_dflash.verify_attention"
         found["draft_attention_backend"] = "fa4" if name == "deployed" else "triton"
+        is_fp8 = name == "deployed" and family.has_fp8_drafter
+        found["draft_weights"] = "fp8" if is_fp8 else "as released"
     return found

@@ -64,6 +64,9 @@ def tell_heads_of_each_rank(model_config: Any, spec: DrafterSpec) -> None:
 
 
 class DraftAttention(nn.Module):
+    """Attention of block tokens. `quant_config` applies to the output projection only: K and V of
+    the context are projected with the QKV weights themselves (`kv_weight`)."""
+
     def __init__(self, config: Any, spec: DrafterSpec, layer: int, quant_config: Any) -> None:
         super().__init__()
         shards = spec.shards(compat.get_parallel().tp_size)
@@ -76,7 +79,6 @@ class DraftAttention(nn.Module):
             total_num_heads=spec.num_heads,
             total_num_kv_heads=spec.num_kv_heads,
             bias=spec.has_bias,
-            quant_config=quant_config,
             prefix=f"layers.{layer}.self_attn.qkv_proj",
             **seams.over_ranks(shards),
         )

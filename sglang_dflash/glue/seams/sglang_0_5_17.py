@@ -33,6 +33,12 @@ def model_config(server_args: Any) -> Any:
     return server_args.get_model_config()
 
 
+def asks_for_quantised_drafter(server_args: Any) -> bool:
+    """Return whether the drafter's quantisation, which is not None, was asked for."""
+    # SGLang's default is the target's, and looks like a request for it
+    return bool(server_args.speculative_draft_model_quantization != server_args.quantization)
+
+
 def also_refused(server_args: Any) -> dict[str, bool]:
     """Return what this release offers beyond the others and DFLASH does not support: what a refusal
     calls it, and whether it was asked for."""

@@ -29,6 +29,11 @@ def model_config(server_args: Any) -> Any:
     return compat.model_config_of(server_args)
 
 
+def asks_for_quantised_drafter(server_args: Any) -> bool:
+    """Return whether the drafter's quantisation, which is not None, was asked for."""
+    return bool(server_args._speculative_draft_quantization_explicitly_set)
+
+
 def also_refused(server_args: Any) -> dict[str, bool]:
     """Return what this release offers beyond the others and DFLASH does not support: what a refusal
     calls it, and whether it was asked for."""

@@ -25,6 +25,11 @@ from sglang_dflash.kernels import cards
 
 logger = logging.getLogger(__name__)
 
+FP8_DRAFTER = (
+    "the drafter's MLPs and output projections have FP8 weights; its QKV projections stay as "
+    "released, because they also project the target's features."
+)
+
 ARGS = changes.Settings(
     "ServerArgs",
     {
@@ -63,7 +68,7 @@ def handle_dflash(server_args: Any) -> None:
     ARGS.write(server_args, speculative_num_draft_tokens=block_size)
     ARGS.write(server_args, speculative_num_steps=1, speculative_eagle_topk=1)
     _choose_draft_backend(server_args, drafter, dtype=target_config.dtype)
-    _keep_drafter_unquantised(server_args)
+    _quantise_drafter(server_args)
     width_args.refuse_narrow_blocks(server_args)
     width_args.bound_requests(server_args)
     _refuse_short_captures(server_args)
@@ -97,16 +102,22 @@ def _choose_draft_backend(
     )
 
 
-def _keep_drafter_unquantised(server_args: Any) -> None:
-    """Undo SGLang's default of quantising the drafter like the target."""
+def _quantise_drafter(server_args: Any) -> None:
+    """Check how the drafter is to be quantised, and undo SGLang's default: like the target."""
     quantised = server_args.speculative_draft_model_quantization
     if quantised is None:
         return
-    if quantised != server_args.quantization:
-        raise ValueError(
-            "DFLASH serves drafters as released and does not support "
-            f"--speculative-draft-model-quantization {quantised}. Drop it."
-        )
+    if seams.asks_for_quantised_drafter(server_args):
+        option = f"--speculative-draft-model-quantization {quantised}"
+        if quantised != "fp8":
+            raise ValueError(
+                "DFLASH serves drafters as released or with FP8 weights, and does not support "
+                f"{option}. Pass fp8, or drop it."
+            )
+        if _device_type(server_args) != "cuda":
+            raise ValueError(f"{option} needs a GPU. Drop it.")
+        logger.info("DFLASH: %s", FP8_DRAFTER)
+        return
     ARGS.write(server_args, speculative_draft_model_quantization=None)
     logger.info(
         "DFLASH: --quantization %s applies to the target only; the drafter stays as released.",
@@ -128,6 +139,7 @@ def resolve_config(server_args: Any, *, target_config: Any) -> cfg.DFlashConfig:
         device=_device_type(server_args),
         draft_backend=server_args.speculative_draft_attention_backend,
         overlap=_overlap(server_args),
+        draft_quantisation=server_args.speculative_draft_model_quantization,
         width=Environment().width(server_args.speculative_num_draft_tokens),
         shares_rows=Environment().shares_rows,
         simulated_accept_length=Environment().simulated_accept_length,

@@ -16,7 +16,10 @@ ALSO: dict[str, tuple[str, ...]] = {
     "Req": names("eos_token_ids return_sampling_mask"),
     "ReqKvInfo": names("kv_committed_len req_pool_idx"),
     "RowParallelLinear": ("tp_group",),
-    "ServerArgs": names("attn_cp_size attn_dp_size enable_unified_memory enable_watermark"),
+    "ServerArgs": names(
+        "attn_cp_size attn_dp_size enable_unified_memory enable_watermark"
+        " _speculative_draft_quantization_explicitly_set"
+    ),
     "TritonAttnBackend": ("kv_index_translator",),
 }
 
