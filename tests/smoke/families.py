@@ -112,6 +112,54 @@ QWEN3_5: dict[str, Any] = {
     "eos_token_id": 248044,
 }
 
+# Granite 3.3 8B: SGLang's class has no method to capture features, so hooks of ours do
+GRANITE: dict[str, Any] = {
+    "architectures": ["GraniteForCausalLM"],
+    "model_type": "granite",
+    "hidden_size": 4096,
+    "intermediate_size": 12800,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 16.0,
+    "residual_multiplier": 0.22,
+    "max_position_embeddings": 32768,
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-05,
+    "vocab_size": 49159,
+    "dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+# as most GPTQ checkpoints are published, and those in compressed-tensors' FP8-dynamic scheme
+GPTQ: dict[str, Any] = {
+    "quant_method": "gptq",
+    "checkpoint_format": "gptq",
+    "bits": 4,
+    "group_size": 128,
+    "desc_act": False,
+    "sym": True,
+    "true_sequential": True,
+    "lm_head": False,
+}
+_EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
+FP8: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_EIGHT_BITS, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_EIGHT_BITS, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -196,6 +244,9 @@ FAMILIES = [
     Family("qwen3.5", "qwen3-8b", QWEN3_5),
     Family("gemma4-int4", "gemma4-31b", quantisation=INT4),
     Family("qwen3-awq", "qwen3-8b", quantisation=AWQ),
+    Family("qwen3-gptq", "qwen3-8b", quantisation=GPTQ),
+    Family("llama-fp8", "llama-3.1-8b", quantisation=FP8),
+    Family("granite", "qwen3-8b", GRANITE),
 ]
 
 
