@@ -65,20 +65,6 @@ def padded(folder: Path, tp_size: int) -> Any:
     return adjust_config_with_unaligned_cpu_tp(found, LoadConfig(), tp_size)
 
 
-def test_projections_of_the_context_are_never_quantised() -> None:
-    """K and V of target tokens are projected with these weights outside the layers."""
-    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
-
-    model = build(1, 0, quantisation=Fp8Config())
-    model.load_weights(checkpoint().items())
-    for layer in model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for each in (attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
-            assert isinstance(each.quant_method, Fp8LinearMethod)
-        assert not isinstance(attention.qkv_proj.quant_method, Fp8LinearMethod)
-        assert attention.kv_weight.shape == (2 * attention.kv_size, model.spec.hidden_size)
-
-
 @pytest.mark.parametrize("tp_size", TP_SIZES)
 def test_ranks_together_hold_the_checkpoint(tp_size: int) -> None:
     weights = checkpoint()

@@ -117,24 +117,6 @@ def test_experts_are_captured_for_a_whole_verify_pass(models: Path) -> None:
     parse(models, *asked, "--chunked-prefill-size", "128")
 
 
-def test_the_drafter_is_not_quantised_with_its_target(models: Path) -> None:
-    args = parse(models, "--quantization", "fp8")
-    assert (args.quantization, args.speculative_draft_model_quantization) == ("fp8", None)
-    with pytest.raises(ValueError, match="not support --speculative-draft-model-quantization awq"):
-        parse(models, "--speculative-draft-model-quantization", "awq")
-
-
-def test_fp8_weights_of_the_drafter_are_kept_where_they_can_run(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = ("--speculative-draft-model-quantization", "fp8")
-    with pytest.raises(ValueError, match="quantization fp8 needs a GPU. Drop it."):
-        parse(models, *asked)
-    monkeypatch.setattr(cards, "current", lambda: Card((9, 0)))
-    found = parse(models, *ON_GPU, *asked)
-    assert (found.quantization, found.speculative_draft_model_quantization) == (None, "fp8")
-
-
 def test_a_switch_turns_overlap_off(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_ENABLE_DFLASH_SPEC_V2", "0")
     assert parse(models).disable_overlap_schedule
