@@ -15,12 +15,14 @@ import openai
 import requests
 
 from sglang_dflash.command_help import parser_of
-from sglang_dflash.commands.ask import full_url
+from sglang_dflash.commands.ask import NoReport, ask, full_url, understanding
 from sglang_dflash.interrupt import end_on_interrupt
-from sglang_dflash.metrics import replicas_of, together
+from sglang_dflash.metrics import together
 
 
-def ask(client: openai.OpenAI, question: str, *, thinking: bool, max_tokens: int | None) -> str:
+def stream_answer(
+    client: openai.OpenAI, question: str, *, thinking: bool, max_tokens: int | None
+) -> str:
     """Stream an answer to stdout and return it; reasoning, if any, comes first.
 
     Without `max_tokens` it may fill the server's context.
@@ -44,21 +46,50 @@ def ask(client: openai.OpenAI, question: str, *, thinking: bool, max_tokens: int
     return text
 
 
-def acceptance(url: str) -> dict[str, Any] | None:
-    """Return the acceptance counters over all replicas; None without our DFLASH. Raise SystemExit
-    with advice if no SGLang server answers."""
+def acceptance(url: str) -> dict[str, Any]:
+    """Return the acceptance counters over all replicas. Raise NoReport if there are none."""
+    replicas = ask(url).replicas
+    with understanding(url):
+        return together(replicas)["acceptance"]
+
+
+def acceptance_or_reason(url: str) -> dict[str, Any] | NoReport:
+    """Return the acceptance counters, or why there are none. Raise SystemExit with advice if no
+    server can answer. One without acceptance can, and so can a router, which has no
+    /server_info."""
     try:
-        response = requests.get(f"{url}/server_info", timeout=30)
-        response.raise_for_status()
-        replicas = replicas_of(response.json())
-        return together(replicas)["acceptance"] if replicas else None
-    except (requests.HTTPError, requests.JSONDecodeError) as error:
-        found = str(error)
-    except requests.RequestException:
-        raise SystemExit(f"No server answers at {url}. Start one, or pass its --url.") from None
-    except (AttributeError, KeyError, TypeError, ValueError):
-        found = "its /server_info has another format"
-    raise SystemExit(f"{url} is not an SGLang server ({found}). Pass the --url of one.")
+        return acceptance(url)
+    except NoReport as error:
+        if error.state == "unreachable":
+            raise SystemExit(f"No server answers at {url}. Start one, or pass its --url.") from None
+        if error.state != "not sglang":
+            return error
+        if not lists_models(url):
+            raise SystemExit(str(error)) from None
+        return NoReport(
+            error.state,
+            f"{url} has no /server_info of SGLang's. If it is a router, pass the --url of one of "
+            "its servers.",
+        )
+
+
+def in_words(before: dict[str, Any] | NoReport, after: dict[str, Any] | NoReport) -> str:
+    """Return what an answer added to the counters of its server, or why that is not known."""
+    if isinstance(before, NoReport):
+        return f"no acceptance to show: {before}"
+    if isinstance(after, NoReport):
+        return f"no acceptance to show: {after}"
+    steps = after["verify_steps"] - before["verify_steps"]
+    tokens = after["committed_tokens"] - before["committed_tokens"]
+    return f"accept length {tokens / max(steps, 1):.2f}: {tokens} tokens in {steps} verify steps"
+
+
+def lists_models(url: str) -> bool:
+    """Return whether a server has the API that OpenAI clients ask first."""
+    try:
+        return bool(requests.get(f"{url}/v1/models", timeout=10).json()["data"][0]["id"])
+    except (requests.RequestException, LookupError, TypeError):
+        return False
 
 
 def refusal(url: str, error: openai.APIError) -> str:
@@ -79,10 +110,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     url = full_url(options.url)
-    before = acceptance(url)
+    before = acceptance_or_reason(url)
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
     try:
-        ask(
+        stream_answer(
             client,
             options.question,
             thinking=not options.no_thinking,
@@ -90,13 +121,7 @@ def main() -> None:
         )
     except openai.APIError as error:
         raise SystemExit(refusal(url, error)) from None
-    after = acceptance(url)
-    if before is None or after is None:
-        print("\nnot served by our DFLASH: no acceptance to show")
-        return
-    steps = after["verify_steps"] - before["verify_steps"]
-    tokens = after["committed_tokens"] - before["committed_tokens"]
-    print(f"\naccept length {tokens / max(steps, 1):.2f}: {tokens} tokens in {steps} verify steps")
+    print(f"\n{in_words(before, acceptance_or_reason(url))}")
 
 
 if __name__ == "__main__":
