@@ -14,8 +14,8 @@ from typing import Any
 
 from sglang_dflash.commands.ask import NoReport, ask, full_url, understanding
 from sglang_dflash.commands.counts import Counts
-from sglang_dflash.commands.output_file import check_writable
 from sglang_dflash.metrics import together
+from sglang_dflash.train.output_file import check_writable
 
 LINE_LENGTH = 100
 # steps that the host needs about the same time for (sglang_dflash/host_times.py)

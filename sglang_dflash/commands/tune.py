@@ -25,7 +25,6 @@ import torch
 
 from sglang_dflash.commands.doctor import look_at_pair
 from sglang_dflash.commands.memory_plan import GIB
-from sglang_dflash.commands.output_file import check_writable
 from sglang_dflash.commands.tune_settings import Plan, Settings
 from sglang_dflash.config import DrafterSpec
 from sglang_dflash.draft_backends import Place
@@ -33,6 +32,7 @@ from sglang_dflash.glue.startup.drafter_format import read_config
 from sglang_dflash.kernels import cards
 from sglang_dflash.testing.progress import Progress, say
 from sglang_dflash.testing.server import ROOT, ServerProcess, free_port
+from sglang_dflash.train.output_file import check_writable
 from sglang_dflash.train.prompts import read_messages
 
 # a change must gain this much: less is within the noise of two runs

@@ -19,6 +19,7 @@ from pathlib import Path, PurePath
 
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
+from sglang_dflash.train.output_file import check_writable
 
 ASKS = "Write the body of this Python function:\n```python\n{}\n```"
 # characters of a docstring: shorter ones say too little, longer ones are manuals
@@ -81,13 +82,16 @@ def main() -> None:
     parser.add_argument("packages", nargs="+", type=Path, help="wheels, or folders of sources")
     parser.add_argument("--out", type=Path, required=True, help="JSONL for train --prompts")
     options = parser.parse_args()
+    try:
+        check_writable(options.out, option="--out")
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     lines = [json.dumps(row) for row in make_prompts(options.packages)]
     try:
         options.out.write_text("".join(f"{line}\n" for line in lines))
     except OSError as error:
         raise SystemExit(
-            f"--out {options.out} cannot be written ({error.strerror}). Pass a file in a folder "
-            "that exists."
+            f"--out {options.out} cannot be written ({error.strerror}). Pass another file."
         ) from None
     print(f"{len(lines)} prompts in {options.out}")
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
+from sglang_dflash.train.output_file import check_writable
 from sglang_dflash.train.prompts import read_chats
 
 FOLLOW_UPS = (
@@ -72,6 +73,7 @@ def main() -> None:
     if not 1 <= options.turns <= len(FOLLOW_UPS):
         parser.error(f"--turns {options.turns}: pass 1 to {len(FOLLOW_UPS)}")
     try:
+        check_writable(options.out, option="--out")
         rows = [
             json.dumps(row)
             for path in options.prompts

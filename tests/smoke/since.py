@@ -18,8 +18,7 @@ SERVING_PATH = ["sglang_dflash", ":!*.md"]
 BESIDE = tuple(
     f"commands/{name}"
     for name in ("ask.py", "cards.py", "convert.py", "counts.py", "drafters.py", "history.py")
-    + ("live.html", "output_file.py", "report.py", "train.py", "tune.py", "tune_settings.py")
-    + ("web.py",)
+    + ("live.html", "report.py", "train.py", "tune.py", "tune_settings.py", "web.py")
 )
 # the stand-ins of launch/cpu.sh
 BESIDE += ("glue/cpu/path", "glue/programs/offline_engine.py", "released_drafters.py")

@@ -51,9 +51,18 @@ def test_tests_are_known_by_the_parts_of_their_path(
     assert prompts_of(tmp_path) == ([] if is_test else [ASKS.format(FUNCTION)])
 
 
-def test_an_out_that_is_no_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.py").write_text(FUNCTION + BODY)
-    for out in (tmp_path, tmp_path / "missing" / "code.jsonl"):
-        monkeypatch.setattr("sys.argv", ["docstrings", str(tmp_path), "--out", str(out)])
-        with pytest.raises(SystemExit, match=f"--out {out} cannot be written"):
+def test_an_out_that_cannot_be_written_is_refused_before_any_package_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this broke, a slip in a path would show after minutes of reading."""
+    missing = tmp_path / "missing"
+    refusals = {
+        tmp_path: f"--out {tmp_path} is a folder. Pass the path of a file.",
+        missing / "code.jsonl": f"--out {missing / 'code.jsonl'} cannot be written: there is no "
+        f"folder {missing}. Make it, or pass a file in another one.",
+    }
+    for out, told in refusals.items():
+        monkeypatch.setattr("sys.argv", ["docstrings", str(tmp_path / "a.whl"), "--out", str(out)])
+        with pytest.raises(SystemExit) as ended:
             main()
+        assert ended.value.code == told

@@ -192,3 +192,20 @@ def test_follow_ups_make_talks_of_questions(
     with pytest.raises(SystemExit):
         run("--turns", "31")
     assert "--turns 31: pass 1 to 30" in capsys.readouterr().err
+
+
+def test_follow_ups_refuse_an_out_that_cannot_be_written_before_they_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If this broke, a slip in a path would show after all files were read."""
+    missing = tmp_path / "missing"
+    refusals = {
+        tmp_path: "is a folder",
+        missing / "talks.jsonl": f"cannot be written: there is no folder {missing}",
+    }
+    for out, told in refusals.items():
+        words = [str(tmp_path / "no.jsonl"), "--out", str(out)]
+        monkeypatch.setattr("sys.argv", ["follow_ups", *words])
+        with pytest.raises(SystemExit):
+            follow_ups.main()
+        assert f"--out {out} {told}" in capsys.readouterr().err

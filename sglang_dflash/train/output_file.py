@@ -1,4 +1,4 @@
-"""Refuse a file that cannot be written, before the work whose result it is for."""
+"""Refuse a file that cannot be written, before the work whose result it is for. Needs no torch."""
 
 from __future__ import annotations
 
