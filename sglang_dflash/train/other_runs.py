@@ -23,7 +23,8 @@ class Origin:
 
 
 def read_other_runs(config: TrainConfig, *, vocab_size: int) -> dict[str, Answer]:
-    """Return the answers in --answers, sorted by key; raise ValueError for another target's."""
+    """Return the answers in --answers, sorted by key; raise ValueError for another target's, and
+    for different ones with one key."""
     for path in config.answers:
         if not path.is_file():
             raise ValueError(
@@ -32,10 +33,19 @@ def read_other_runs(config: TrainConfig, *, vocab_size: int) -> dict[str, Answer
             )
         _check_settings(path, config)
     found: dict[str, Answer] = {}
+    sources: dict[str, Path] = {}
     for path in config.answers:
         answers = read_answers([path])
         _check_ids(path, answers, vocab_size=vocab_size)
+        for key in sorted(answers.keys() & found.keys()):
+            if answers[key] != found[key]:
+                raise ValueError(
+                    f"--answers {sources[key]} and {path} have different answers with the key "
+                    f"{key}. Pass only one of these files, or the answers of runs that shared "
+                    "their prompts with --share."
+                )
         found |= answers
+        sources |= dict.fromkeys(answers, path)
     return dict(sorted(found.items()))
 
 

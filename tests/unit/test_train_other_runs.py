@@ -118,3 +118,24 @@ def test_prompts_are_counted_and_not_answers(
     assert train(*SMALL, "--answers", path, "--out", tmp_path / "out") == 2
     found = "6 answers to 3 prompts were found and --held-out is 3: nothing is left to train on"
     assert found in capsys.readouterr().err
+
+
+def test_an_answer_that_two_files_give_differently_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If this broke, the order of the files would decide silently what is trained on."""
+    one = write_run(tmp_path / "one", *SIX)
+    two = write_run(tmp_path / "two", answer("5.0", token=51), answer("6.0"))
+    assert train(*SMALL, "--answers", one, two, "--out", tmp_path / "out") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"--answers {one} and {two} have different answers with the key 5.0. Pass" in error
+
+
+def test_an_answer_that_two_files_have_in_common_counts_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = write_run(tmp_path / "one", *SIX)
+    two = write_run(tmp_path / "two", *SIX[3:], answer("6.0"))
+    given = ("--answers", one, two, "--out", tmp_path / "out", "--stop-after", "answers")
+    assert train(*SMALL, *given) == 0
+    assert "train: 7 answers" in capsys.readouterr().out
