@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -139,6 +142,33 @@ def _in_batches(
     ]
 
 
+def _are_finite(module: nn.Module) -> bool:
+    return all(bool(torch.isfinite(weights).all()) for weights in module.parameters())
+
+
+@contextmanager
+def _restoring(path: Path) -> Iterator[None]:
+    """Raise ValueError with advice if the block cannot restore a run from its checkpoint."""
+    try:
+        yield
+    # neither is the file's fault
+    except (PermissionError, torch.OutOfMemoryError):
+        raise
+    # a damaged file makes torch and pickle raise what they like
+    except Exception as error:
+        found = f"it lacks {error}" if isinstance(error, KeyError) else _first_sentence(error)
+        raise ValueError(
+            f"{path} is not a whole checkpoint of this run ({found}). Delete it and pass --resume "
+            "to begin training again, or pass another --out folder."
+        ) from error
+
+
+def _first_sentence(error: Exception) -> str:
+    # what follows in torch's messages is on torch itself
+    text = " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
+    return textwrap.shorten(text, 200, placeholder=" ...")
+
+
 @dataclass(kw_only=True)
 class _Monitor:
     """After each step: progress bar, held-out evaluation, checkpoints, pause."""
@@ -228,8 +258,9 @@ class _Monitor:
             file.write(json.dumps(row) + "\n")
 
     def save(self, trainer: Trainer) -> None:
-        """Write a checkpoint and export the drafter; raise instead if the loss is not finite."""
-        self._check_loss(trainer)
+        """Write a checkpoint and export the drafter; raise instead if the loss or the weights are
+        not finite."""
+        self._check_finite(trainer)
         state: dict[str, Any] = trainer.state() | {
             "generator": self.loss_of.generator.get_state(),
             "epoch": self.batches.epoch,
@@ -250,15 +281,23 @@ class _Monitor:
         (self.config.out / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
         self.saved = time.monotonic()
 
-    def _check_loss(self, trainer: Trainer) -> None:
-        if not trainer.losses or torch.isfinite(trainer.losses[-1]):
+    def _check_finite(self, trainer: Trainer) -> None:
+        if not trainer.losses:
+            return
+        loss = trainer.losses[-1]
+        if not torch.isfinite(loss):
+            found = f"the loss is {loss.item()} at step {trainer.step}"
+        elif not _are_finite(trainer.module):
+            # the loss is that of the weights before the step
+            found = f"the drafter has weights that are not finite after step {trainer.step}"
+        else:
             return
         kept = "there is no checkpoint yet, so training begins again"
         if self.checkpoint.exists():
             kept = "the last checkpoint was kept"
         raise ValueError(
-            f"the loss is {trainer.losses[-1].item()} at step {trainer.step}. Lower "
-            f"--learning-rate {self.config.learning_rate:g} and pass --resume: {kept}."
+            f"{found}. Lower --learning-rate {self.config.learning_rate:g} and pass --resume: "
+            f"{kept}."
         )
 
     def resume(self, trainer: Trainer) -> None:
@@ -266,13 +305,14 @@ class _Monitor:
         if not self.checkpoint.exists():
             self.progress.unlink(missing_ok=True)
             return
-        state = torch.load(
-            self.checkpoint, map_location=self.loss_of.target.device, weights_only=True
-        )
-        trainer.load(state)
-        self.loss_of.generator.set_state(state["generator"].cpu())
-        self.batches.seek(state["epoch"], state["index"])
-        self.evaluated = state["looked"]
+        with _restoring(self.checkpoint):
+            state = torch.load(
+                self.checkpoint, map_location=self.loss_of.target.device, weights_only=True
+            )
+            trainer.load(state)
+            self.loss_of.generator.set_state(state["generator"].cpu())
+            self.batches.seek(state["epoch"], state["index"])
+            self.evaluated = state["looked"]
         self._truncate_progress(trainer.step)
         print(f"train: resumed at step {trainer.step}, {trainer.seconds:.0f} s", flush=True)
 

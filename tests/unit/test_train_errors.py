@@ -6,9 +6,11 @@ import gzip
 import json
 import shutil
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from sglang_dflash.pairs import tiny_target
@@ -147,6 +149,21 @@ def test_a_run_that_broke_does_not_overwrite_its_checkpoint(
     assert (out / "checkpoint.pt").read_bytes() == before
 
 
+def test_weights_that_broke_in_the_last_step_do_not_overwrite_the_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loss of a step is that of the weights before it, so a finite one says nothing of them."""
+    out = tmp_path / "out"
+    given = ("--answers", make_answers(tmp_path / "answers"), "--out", out, "--pause-after=1e-9")
+    assert train(*SMALL, *given) == 0
+    kept = (out / "checkpoint.pt", out / "drafter" / "model.safetensors", out / "scores.json")
+    before = [path.read_bytes() for path in kept]
+    found = reason(capsys, *given, "--resume", "--learning-rate", "1e300")
+    assert "the drafter has weights that are not finite after step 2. Lower" in found
+    assert "pass --resume: the last checkpoint was kept" in found
+    assert [path.read_bytes() for path in kept] == before
+
+
 def test_a_run_that_broke_before_its_first_checkpoint_promises_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,8 +178,8 @@ def test_a_run_that_broke_before_its_first_checkpoint_promises_none(
 
 def cut(path: Path) -> Path:
     """Cut a file in half, as a full disk does."""
-    text = path.read_text()
-    path.write_text(text[: len(text) // 2])
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
     return path
 
 
@@ -200,4 +217,42 @@ def test_progress_that_is_missing_or_cut_is_named_with_a_way_to_go_on(
     found = reason(capsys, *given, "--resume")
     assert f"{path} is missing" in found and "empty file" in found
     path.touch()
+    assert train(*SMALL, *given, "--resume") == 0
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def replace_by_text(path: Path) -> None:
+    path.write_text("not a checkpoint\n" * 100)
+
+
+def drop_the_module(path: Path) -> None:
+    torch.save({**torch.load(path, weights_only=True), "module": {}}, path)
+
+
+def drop_the_seconds(path: Path) -> None:
+    state = torch.load(path, weights_only=True)
+    del state["seconds"]
+    torch.save(state, path)
+
+
+@pytest.mark.parametrize("damage", [cut, empty, replace_by_text, drop_the_module, drop_the_seconds])
+def test_a_damaged_checkpoint_is_named_with_a_way_to_go_on(
+    damage: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If this broke, torch's traceback would advise to load the file without its checks."""
+    out = tmp_path / "out"
+    path = out / "checkpoint.pt"
+    given = ("--answers", make_answers(tmp_path / "answers"), "--out", out)
+    assert train(*SMALL, *given, "--pause-after", "1e-9") == 0
+    damage(path)
+    found = reason(capsys, *given, "--resume")
+    assert f"{path} is not a whole checkpoint of this run (" in found
+    assert found.endswith(
+        "Delete it and pass --resume to begin training again, or pass another --out folder."
+    )
+    assert "weights_only" not in found and len(found) < 400
+    path.unlink()
     assert train(*SMALL, *given, "--resume") == 0
