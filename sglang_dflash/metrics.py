@@ -140,6 +140,14 @@ class AcceptanceMeter:
         )
 
 
+def observe(histogram: Any, value: int, times: int) -> None:
+    """Add a value so many times to a Prometheus histogram. Its own method adds one, in some
+    microseconds: with thousands of steps a second, that would hold up the scheduler."""
+    bucket = next(i for i, bound in enumerate(histogram._upper_bounds) if value <= bound)
+    histogram._sum.inc(value * times)
+    histogram._buckets[bucket].inc(times)
+
+
 def replicas_of(server_info: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the DFLASH state that each replica of a server reports, by name; empty if the server
     runs without our DFLASH. Replicas answer in any order."""

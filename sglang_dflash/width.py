@@ -57,9 +57,9 @@ NEARLY, TIMED_STEPS = 0.85, 8
 # steps: making it takes time of the host's
 HELD_STEPS = 8
 # passes of a step without drafts where the host sets the pace: so many tokens share what it does
-# once a step, as SGLang's scheduler does. A request that ends within a step leaves half of them
-# unused on average
-PASSES = 8
+# once a step, as SGLang's scheduler does. A request that stops leaves half of them unused on
+# average, and with overlap those of the step after it. So it must promise this much more to begin
+PASSES, REPEATED_GAIN = 8, 1.1
 # seconds between probes, and the share of time that they may cost
 FIRST_INTERVAL, LAST_INTERVAL, PROBE_SHARE = 1.0, 10.0, 0.01
 # steps of given widths to begin with, where costs are not known
@@ -276,7 +276,7 @@ class WidthPolicy:
         tokens a second are promised."""
         passes = min(PASSES, self._block_size)
         took = self.costs.repeated_ms(requests, context, passes)
-        least = 1.0 if self._last.passes > 1 else HYSTERESIS
+        least = 1.0 if self._last.passes > 1 else REPEATED_GAIN
         if passes * ms[0] <= least * took:
             return choices, tokens, ms
         repeated = Choice(1, passes=passes)

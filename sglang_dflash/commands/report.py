@@ -85,8 +85,10 @@ def _width_lines(ours: Mapping[str, Any]) -> list[str]:
     if width is None:
         return []
     mode = "auto" if width["mode"] == "auto" else f"fixed at {width['mode']}"
+    passes = width.get("passes", 1)
+    repeated = f" in each of {passes} passes a step" if passes > 1 else ""
     lines = [
-        f"verify width {mode}: {width['width']} now, "
+        f"verify width {mode}: {width['width']}{repeated} now, "
         f"{width['expected_tokens']:.2f} tokens expected per step"
     ]
     if width["fixed_because"] is not None:

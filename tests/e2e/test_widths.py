@@ -280,21 +280,34 @@ def test_results_are_counted_at_the_width_of_their_step(
     scripted.flush_cache()  # once nothing runs any more
     give(2, 3, "1*4", 5, "1*8", 11)
     before = scripted.acceptance()
-    # all drafts are right: the first token, then as many as each step is wide, or has passes; the
-    # last one ends after 3 of its 8
-    params = {"max_new_tokens": 1 + 2 + 3 + 4 + 5 + 3, "ignore_eos": True}
+    # all drafts are right: the first token, then as many as each step is wide, or has passes
+    params = {"max_new_tokens": 1 + 2 + 3 + 4 + 5 + 8 + 11, "ignore_eos": True}
     found = scripted.generate(prompts[0], rid="right15-counted", **params)
-    counted = {1: 7, 2: 1, 3: 1, 5: 1}
+    counted = {1: 12, 2: 1, 3: 1, 5: 1, 11: 1}
     gained = added(scripted, before)
     assert (gained["at_width"], gained["histogram"]) == (counted, counted)
     assert found["meta_info"]["dflash"] == {
-        "accept_length": 17 / 10,
-        "verify_steps": 10,
-        "verified_rows": 17,
-        "drafted_tokens": 7,
-        "accepted_tokens": 7,
-        "accepted_histogram": [7, 1, 1, 0, 1],
+        "accept_length": 33 / 16,
+        "verify_steps": 16,
+        "verified_rows": 33,
+        "drafted_tokens": 17,
+        "accepted_tokens": 17,
+        "accepted_histogram": [12, 1, 1, 0, 1, 0, 0, 0, 0, 0, 1],
     }
+
+
+def test_requests_that_are_about_to_end_get_one_pass_a_step(
+    scripted: Server, answers: list[list[int]], prompts: list[list[int]], give: Callable[..., None]
+) -> None:
+    """Further passes would run for nothing, and the next prefill would wait for them."""
+    give("1*8")
+    before = scripted.acceptance()
+    batch_steps = sum(scripted.state()["sglang_dflash"]["width"]["steps_by_width"].values())
+    found = scripted.generate(prompts[0], max_new_tokens=15, ignore_eos=True)
+    assert prompts[0] + found["output_ids"] == answers[0][: len(prompts[0]) + 15]
+    assert added(scripted, before)["at_width"] == {1: 14}
+    after = sum(scripted.state()["sglang_dflash"]["width"]["steps_by_width"].values())
+    assert after - batch_steps >= 14
 
 
 def test_a_server_drafts_wide_while_drafts_are_right_and_stops_when_they_are_wrong(

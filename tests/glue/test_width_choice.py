@@ -100,14 +100,25 @@ def test_a_shared_step_is_learnt_from_with_the_rows_that_each_request_had() -> N
 
 def test_tokens_of_several_passes_are_not_learnt_as_drafts() -> None:
     """SGLang takes all but a step's last token for correct drafts."""
-    choice, told = width_choice(Choice(1, passes=8))
-    assert choice.start(["a", "b"], 100, may_repeat=True) == (Choice(1, passes=8), None)
+    repeated = Choice(1, passes=8)
+    choice, told = width_choice(repeated)
+    assert choice.start(["a", "b"], 100, may_repeat=True) == (repeated, None)
     assert choice.has_result([7, 7]) == StepRows(1, 12.0, 8)
+    assert told == [("result", 1, [0, 0])]
+
+
+def test_a_wait_behind_another_number_of_passes_is_no_ones() -> None:
+    """The host processes the tokens of a step while it should launch the next one but one: behind
+    eight passes every other step would look slow, and so would never be chosen again."""
+    repeated = Choice(1, passes=8)
+    choice, told = width_choice(16, repeated, repeated, 16, 16)
+    for step in range(5):
+        choice.start(["a"], 0, may_repeat=True)
+        if step:
+            choice.has_time(StepTime(0.010, 0.0, 0.001))
     choice.has_time(StepTime(0.010, 0.0, 0.001))
-    assert told == [
-        ("result", 1, [0, 0]),
-        ("time", 2, Choice(1, passes=8), 100, 10.0, 1.0),
-    ]
+    waits = [(each[2].passes, each[-1]) for each in told]
+    assert waits == [(1, 1.0), (8, None), (8, 1.0), (1, None), (1, 1.0)]
 
 
 def test_a_changed_calibration_reaches_the_device_once() -> None:

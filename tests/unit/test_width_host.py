@@ -96,6 +96,38 @@ def test_several_passes_stop_once_drafts_pay_again() -> None:
     assert Choice(1, passes=PASSES) not in server.choices[-100:]
 
 
+@pytest.mark.parametrize("requests", [32, 64])
+def test_tokens_that_are_processed_later_do_not_keep_drafting_away(requests: int) -> None:
+    """The tokens of eight passes take the host time behind the step after them."""
+
+    class Processing(HostPaced):
+        last = Choice(BLOCK)
+
+        def step_ms(self, choice: Choice) -> float:
+            return super().step_ms(choice) + self.processing_ms(choice)
+
+        def processing_ms(self, choice: Choice) -> float:
+            tokens = PASSES if choice.passes > 1 else 3
+            return 0.001 * self.requests * (8 + 5 * tokens)
+
+        def times(self, choice: Choice) -> Times:
+            device_ms, idle_ms = super().times(choice)
+            assert idle_ms is not None
+            is_own = choice.passes == self.last.passes
+            late_ms, self.last = self.processing_ms(self.last), choice
+            self.now += 0 if is_own else (idle_ms + late_ms) / 1000
+            return device_ms, idle_ms + late_ms if is_own else None
+
+    server = Processing([1.0] * requests, may_repeat=True)
+    server.run(5)
+    assert server.choices[-1].passes == PASSES
+    server.drafter = Drafter([4.2] * requests)
+    server.run(15)
+    full, repeated = server.rate_of(Choice(BLOCK)), server.rate_of(Choice(1, passes=PASSES))
+    assert full > 1.05 * repeated
+    assert server.run(10) > 0.97 * full
+
+
 @pytest.mark.parametrize("requests", [1, 64])
 def test_a_device_that_is_busy_runs_one_pass_a_step(requests: int) -> None:
     """More would gain nothing, and tokens would arrive in lumps."""

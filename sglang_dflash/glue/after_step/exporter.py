@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_dflash.glue.after_step.stage_clock import STAGES, StageClock
-from sglang_dflash.metrics import AcceptanceAlarm, AcceptanceMeter
+from sglang_dflash.metrics import AcceptanceAlarm, AcceptanceMeter, observe
 
 
 class PrometheusExporter:
@@ -84,8 +84,8 @@ class PrometheusExporter:
                 self._at_width.labels(**self._labels, width=str(width)).inc(count)
         histogram = self._histogram.labels(**self._labels)
         for committed, steps in enumerate(new.histogram, start=1):
-            for _ in range(steps):
-                histogram.observe(committed)
+            if steps:
+                observe(histogram, committed, steps)
         for stage in STAGES:
             gained = clock.seconds[stage] - self._last_seconds[stage]
             self._seconds.labels(**self._labels, stage=stage).inc(gained)

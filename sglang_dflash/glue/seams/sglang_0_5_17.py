@@ -135,6 +135,13 @@ def plan_slots(forward_batch: Any, runner: Any) -> None:
     """Prepare a batch that did not come from the scheduler for its runner; nothing to do here."""
 
 
+# answers
+
+# whether tokens are streamed at certain remainders of their number, which steps that all commit as
+# many may skip for ever; otherwise, when enough are unsent
+sends_by_remainder = True
+
+
 # recurrent states
 
 # whether preparing a verify pass also chooses the snapshots of states that it may write

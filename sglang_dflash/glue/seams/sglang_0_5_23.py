@@ -129,6 +129,13 @@ def plan_slots(forward_batch: Any, runner: Any) -> None:
     translator.own_plan(forward_batch).bind(forward_batch, translator)
 
 
+# answers
+
+# whether tokens are streamed at certain remainders of their number, which steps that all commit as
+# many may skip for ever; otherwise, when enough are unsent
+sends_by_remainder = False
+
+
 # recurrent states
 
 # whether preparing a verify pass also chooses the snapshots of states that it may write

@@ -24,6 +24,7 @@ from sglang_dflash.types import (
     SamplingPlan,
     TargetOutput,
 )
+from sglang_dflash.width import PASSES
 
 BATCH = changes.Fields(
     "ScheduleBatch",
@@ -72,6 +73,7 @@ class BatchHost:
         # at most this many tokens in the batch's prefixes
         self.context_bound = int(self._lens_bound.sum())
         self._is_planned = False
+        self._is_first_pass = True
         self.target_result: Any = None
         # of each verify pass, until the device has run them
         self.verify_batches: list[Any] = []
@@ -93,6 +95,8 @@ class BatchHost:
 
     def begin_pass(self, lens: Tensor) -> None:
         BATCH.write(self._batch, seq_lens=lens)
+        # nothing runs that a plan could be made beside
+        self._is_first_pass = self._is_planned = False
 
     @property
     def may_share_rows(self) -> bool:
@@ -103,8 +107,18 @@ class BatchHost:
 
     @property
     def may_repeat(self) -> bool:
-        """Whether the step may have several passes: not if SGLang's sampler runs."""
-        return self._runtime.may_repeat and self._chooses_tokens
+        """Whether the step may have several passes: not if SGLang's sampler runs, the batch has
+        more keys than the graphs hold, or all requests are about to end: one more step may be in
+        flight."""
+        runtime = self._runtime
+        if not (runtime.may_repeat and runtime.holds(self.context_bound) and self._chooses_tokens):
+            return False
+        reqs = self._batch.reqs
+        if runtime.sends_by_remainder and any(map(runtime.is_sent_in_parts, reqs)):
+            return False
+        return any(
+            req.sampling_params.max_new_tokens - len(req.output_ids) >= 2 * PASSES for req in reqs
+        )
 
     @cached_property
     def _chooses_tokens(self) -> bool:
@@ -192,6 +206,8 @@ class BatchHost:
     def _can_plan_early(self, block: DraftBlock) -> bool:
         """Return whether the draft pass leaves the plan as it is: both models' graphs share their
         inputs, so it must have the same ones, or not run."""
+        if not self._is_first_pass:
+            return False
         requests, width = block.token_ids.shape
         is_drafted_at_once = len(self._runtime.draft_graphs.turns(requests)) == 1
         return width == 1 or (width == self._runtime.config.block_size and is_drafted_at_once)

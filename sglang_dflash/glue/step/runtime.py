@@ -77,6 +77,8 @@ class DFlashRuntime:
             server_args.enable_return_routed_experts or server_args.enable_return_indexer_topk
         )
         self.may_repeat = self.states is None and not returns_more
+        self.sends_by_remainder = seams.sends_by_remainder
+        self._stream_interval = server_args.stream_interval
         self.block_input = compat.DFlashVerifyInput(
             draft_token=None,
             positions=None,
@@ -98,6 +100,11 @@ class DFlashRuntime:
             return BlockHead(head, from_anchor=drafter.samples_from_anchor, **how)
         model.run_blocks_of(self.config.block_size)
         return SelectorHead(head, model.candidate_selector, **how)
+
+    def is_sent_in_parts(self, req: Any) -> bool:
+        """Return whether a streaming request is sent several tokens at a time."""
+        interval = req.sampling_params.stream_interval or self._stream_interval
+        return bool(req.stream) and interval > 1
 
     def allocate(self, max_requests: int) -> None:
         """Allocate the step's buffers, once it is known how many requests may run."""

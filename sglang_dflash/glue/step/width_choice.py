@@ -28,7 +28,9 @@ class Step:
     choice: Choice
     context: int  # tokens in the batch's prefixes, at most
     expected: float  # tokens that a request commits
-    is_followed: bool = True  # by another step at once, not by a prefill
+    # whether the wait behind it is its own: another step follows at once, not a prefill, and the
+    # host did not have the tokens of another number of passes to process meanwhile
+    has_own_wait: bool = True
     # if rows were shared, on their way to the host: where each request's rows begin, and the
     # drafter's confidence
     bounds: Tensor | None = None
@@ -53,6 +55,7 @@ class WidthChoice:
         self._without_time: deque[Step] = deque()
         self._running: set[str] = set()
         self._has_prefilled = False
+        self._passes = 1  # of the last step
         # the policy's calibration, on the device
         self._version = -1
         self._offsets = self._slopes = torch.empty(0)
@@ -75,7 +78,7 @@ class WidthChoice:
         if self._has_prefilled:
             self._has_prefilled = False
             if self._without_time:
-                self._without_time[-1] = replace(self._without_time[-1], is_followed=False)
+                self._without_time[-1] = replace(self._without_time[-1], has_own_wait=False)
             running = set(request_ids)
             if new := len(running - self._running):
                 self.policy.admit(new, requests)
@@ -83,7 +86,10 @@ class WidthChoice:
         own = self.policy.choose(requests, context, may_share=may_share, may_repeat=may_repeat)
         choice = self._agree(own)
         expected = self.policy.expected_tokens(choice, requests)
-        step = Step(request_ids, choice, context, expected)
+        # behind a step the host processes the result of the one before it
+        is_like_last = choice.passes == self._passes
+        self._passes = choice.passes
+        step = Step(request_ids, choice, context, expected, has_own_wait=is_like_last)
         self._without_result.append(step)
         self._without_time.append(step)
         return choice, None if choice.rows is None else self._share(choice.rows)
@@ -115,11 +121,10 @@ class WidthChoice:
         return StepRows(by_request, step.expected)
 
     def has_time(self, time: StepTime) -> None:
-        """Learn the times of the oldest step without any. If another kind of pass followed it, the
-        wait for the next step is no one's."""
+        """Learn the times of the oldest step without any."""
         step = self._without_time.popleft()
         device_ms = 1000 * (time.whole - time.waiting)
-        idle_ms = 1000 * (time.waiting + time.idle_after) if step.is_followed else None
+        idle_ms = 1000 * (time.waiting + time.idle_after) if step.has_own_wait else None
         self.policy.timed(len(step.request_ids), step.choice, step.context, device_ms, idle_ms)
 
     def _share(self, num_rows: int) -> RowShare:

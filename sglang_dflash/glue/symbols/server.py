@@ -21,7 +21,7 @@ SERVER_ARGS = """
     decode_log_interval cuda_graph_config disable_cuda_graph_padding enable_two_batch_overlap
     enable_return_routed_experts enable_return_indexer_topk
     enable_lora tp_size nnodes dist_init_addr disaggregation_decode_enable_offload_kvcache
-    kv_cache_dtype
+    kv_cache_dtype stream_interval
 """
 
 SYMBOLS: dict[str, Symbol] = {
@@ -174,7 +174,7 @@ SYMBOLS: dict[str, Symbol] = {
         attributes=names(
             """custom_logit_processor decode_batch_idx finished finished_len grammar input_embeds kv
             origin_input_ids output_ids return_hidden_states rid
-            sampling_params seqlen spec_num_cap_tokens spec_num_correct_drafts
+            sampling_params seqlen spec_num_cap_tokens spec_num_correct_drafts stream
             spec_correct_drafts_histogram spec_verify_ct to_finish tokenizer
             update_spec_correct_drafts_histogram"""
         ),
@@ -193,8 +193,9 @@ SYMBOLS: dict[str, Symbol] = {
         "srt.sampling.sampling_params",
         "SamplingParams",
         attributes=names(
-            """ebnf frequency_penalty json_schema min_new_tokens min_p presence_penalty regex
-            repetition_penalty stop_token_ids structural_tag top_k top_p"""
+            """ebnf frequency_penalty json_schema max_new_tokens min_new_tokens min_p
+            presence_penalty regex repetition_penalty stop_token_ids stream_interval structural_tag
+            top_k top_p"""
         ),
     ),
     # prefill and decode apart
