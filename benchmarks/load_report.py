@@ -186,8 +186,8 @@ def report(found: dict[str, Any]) -> str:
     parts += [table(results, profile) for profile in profiles] or [plain_table(results)]
     parts.append(
         f"? marks a rate whose windows are more than {AGREEMENT:.0%} apart, e one of steps without "
-        "a CUDA graph, s one over fewer tokens, because the KV pool holds no more. Rates are of "
-        f"decoding only, with all requests running{between(found)}."
+        "a CUDA graph, s one over fewer tokens, because requests ended or the KV pool holds no "
+        f"more. Rates are of decoding only, with all requests running{between(found)}."
     )
     for name, result in results.items():
         parts += [f"{name} failed: {result['error']}"] if "error" in result else []
