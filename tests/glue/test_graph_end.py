@@ -116,7 +116,9 @@ def host_after_verify(cache: DraftCache, graphs: VerifyGraphs, *, in_graph: bool
         draft_cache=cache,
     )
     host = BatchHost(runtime, SimpleNamespace(seq_lens_cpu=torch.tensor([7])))
-    host._is_planned = True  # early, while the drafter ran
+    # early, while the drafter ran
+    host._is_planned = True
+    host.verify_batches.append(None)
     unread: Any = None
     plan: Any = "a plan: the choices are made in stage 3"
     zeros = torch.zeros(1, 4, dtype=torch.int64)
