@@ -253,6 +253,6 @@ def test_a_damaged_checkpoint_is_named_with_a_way_to_go_on(
     assert found.endswith(
         "Delete it and pass --resume to begin training again, or pass another --out folder."
     )
-    assert "weights_only" not in found and len(found) < 400
+    assert "weights_only" not in found and len(found) - len(str(path)) < 350
     path.unlink()
     assert train(*SMALL, *given, "--resume") == 0
