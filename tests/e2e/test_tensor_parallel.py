@@ -108,11 +108,9 @@ def test_a_rank_that_hangs_is_named_and_ends_the_server(
 ) -> None:
     """The other would wait for it for ever, and with it every request. The last test of the file:
     the server is gone."""
-    [stopped] = [
-        process
-        for process in psutil.Process(two_ranks.pid).children(recursive=True)
-        if "scheduler_TP1" in " ".join(process.cmdline())
-    ]
+    ranks = psutil.Process(two_ranks.pid).children(recursive=True)
+    stopped = next((each for each in ranks if "scheduler_TP1" in " ".join(each.cmdline())), None)
+    assert stopped is not None, [each.cmdline() for each in ranks]
     stopped.suspend()
     began = time.monotonic()
     with ThreadPoolExecutor(1) as beside:
