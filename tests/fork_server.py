@@ -193,10 +193,11 @@ def _become(request: dict[str, Any], output: int) -> None:
 
 
 def main() -> None:
+    # it looks for the arguments beside the environment, whose first variable SGLang may set anew
+    # when it is imported: then no process forked here could have a title
+    setproctitle.getproctitle()
     for name in IMPORTED:
         importlib.import_module(name)
-    # it looks for the arguments beside the environment, which will have moved
-    setproctitle.getproctitle()
     if _serve(socket.socket(fileno=int(sys.argv[1]))):
         runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 

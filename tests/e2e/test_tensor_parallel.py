@@ -103,14 +103,20 @@ def test_two_ranks_are_counted_once(two_ranks: Server, prompts: list[list[int]])
     assert lines and all(" TP0]" in line for line in lines)
 
 
+def second_rank(server: Server) -> psutil.Process:
+    """Return the process of rank 1, by its title."""
+    ranks = psutil.Process(server.pid).children(recursive=True)
+    found = next((each for each in ranks if "scheduler_TP1" in " ".join(each.cmdline())), None)
+    assert found is not None, [each.cmdline() for each in ranks]
+    return found
+
+
 def test_a_rank_that_hangs_is_named_and_ends_the_server(
     two_ranks: Server, prompts: list[list[int]]
 ) -> None:
     """The other would wait for it for ever, and with it every request. The last test of the file:
     the server is gone."""
-    ranks = psutil.Process(two_ranks.pid).children(recursive=True)
-    stopped = next((each for each in ranks if "scheduler_TP1" in " ".join(each.cmdline())), None)
-    assert stopped is not None, [each.cmdline() for each in ranks]
+    stopped = second_rank(two_ranks)
     stopped.suspend()
     began = time.monotonic()
     with ThreadPoolExecutor(1) as beside:
