@@ -361,7 +361,7 @@ def test_a_verify_pass_is_planned_early_only_if_drafting_leaves_its_inputs(
     """The graphs of both models share their inputs: a draft pass over other rows would leave its
     own slots there, and the target's KV would be written to them."""
     host = object.__new__(BatchHost)
-    host._is_first_pass = True
+    host.verify_batches = []
     graphs = object.__new__(DraftGraphs)
     graphs._largest = 8
     host._runtime = SimpleNamespace(config=SimpleNamespace(block_size=16), draft_graphs=graphs)

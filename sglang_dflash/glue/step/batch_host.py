@@ -73,7 +73,6 @@ class BatchHost:
         # at most this many tokens in the batch's prefixes
         self.context_bound = int(self._lens_bound.sum())
         self._is_planned = False
-        self._is_first_pass = True
         self.target_result: Any = None
         # of each verify pass, until the device has run them
         self.verify_batches: list[Any] = []
@@ -95,8 +94,7 @@ class BatchHost:
 
     def begin_pass(self, lens: Tensor) -> None:
         BATCH.write(self._batch, seq_lens=lens)
-        # nothing runs that a plan could be made beside
-        self._is_first_pass = self._is_planned = False
+        self._is_planned = False
 
     @property
     def may_share_rows(self) -> bool:
@@ -206,7 +204,8 @@ class BatchHost:
     def _can_plan_early(self, block: DraftBlock) -> bool:
         """Return whether the draft pass leaves the plan as it is: both models' graphs share their
         inputs, so it must have the same ones, or not run."""
-        if not self._is_first_pass:
+        if self.verify_batches:
+            # a further pass of the step: nothing runs that a plan could be made beside
             return False
         requests, width = block.token_ids.shape
         is_drafted_at_once = len(self._runtime.draft_graphs.turns(requests)) == 1
