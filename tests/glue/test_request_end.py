@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ BLOCK = 4
 
 @pytest.fixture
 def book(monkeypatch: pytest.MonkeyPatch) -> Bookkeeping:
-    monkeypatch.setattr(request_end, "_meters", [])
+    monkeypatch.setattr(request_end, "_books", [])
     found = Bookkeeping(BLOCK, "cpu", AcceptanceAlarm(BLOCK))
     request_end.count_steps_in(found)
     return found
@@ -87,6 +90,60 @@ def test_a_stop_counts_before_the_length_and_the_grammars_end(
 def test_a_grammar_ends_with_the_last_token_that_it_left(book: Bookkeeping) -> None:
     assert finished([4, 5, 6], Grammar(ended=True), 99) == ("FINISH_MATCHED_TOKEN", 5)
     assert finished([4, 5, 6], Grammar(ended=False), 4) == ("FINISH_LENGTH", 4)
+
+
+def random_request(chance: random.Random) -> Any:
+    """Return one of SGLang's requests, as it is when the tokens of a step have arrived."""
+    from sglang.srt.managers.schedule_batch import Req as RealReq
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    block = [chance.randrange(9) for _ in range(chance.randint(2, 16))]
+    params = SamplingParams(
+        max_new_tokens=chance.randint(1, 40), stop_token_ids=chance.sample(range(9), 2)
+    )
+    params.ignore_eos = chance.random() < 0.2
+    params.normalize(None)
+    req = RealReq("a", "", [1], params, vocab_size=9, eos_token_ids={chance.randrange(20)})
+    req.grammar = chance.choice([None, Grammar(ended=False), Grammar(ended=True)])
+    req.output_ids.extend([0] * chance.randrange(30) + block)
+    return req, len(block)
+
+
+def test_a_block_checked_at_once_ends_as_token_by_token(
+    book: Bookkeeping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's check takes a fraction of the time if it sees the block as a whole."""
+    from sglang.srt.managers.schedule_batch import Req as RealReq
+
+    original = getattr(RealReq.update_finish_state, "__wrapped__", RealReq.update_finish_state)
+    how_often = Counter[str]()
+    for seed in range(2000):
+        found = []
+        for may_check_at_once in (request_end._may_check_at_once, lambda *_: False):
+            req, length = random_request(random.Random(seed))
+            with monkeypatch.context() as patched:
+                patched.setattr(request_end, "_may_check_at_once", may_check_at_once)
+                request_end.finish_token_by_token(original, req, length)
+            reason = req.finished_reason and req.finished_reason.to_json()
+            finished_len = len(req.output_ids) if req.finished_len is None else req.finished_len
+            found.append((reason, finished_len, list(req.output_ids)))
+        assert found[0] == found[1], seed
+        ending, *_ = found[0]
+        is_at_once = request_end._may_check_at_once(*random_request(random.Random(seed)))
+        how_often["runs on" if ending is None else ending["type"]] += is_at_once
+    assert min(how_often[end] for end in ("runs on", "stop")) > 100
+    assert how_often["length"] == 0
+
+
+def test_stop_strings_are_looked_for_token_by_token(book: Bookkeeping) -> None:
+    req, length = random_request(random.Random(0))
+    req.sampling_params.max_new_tokens = 99
+    assert request_end._may_check_at_once(req, length)
+    for name in ("stop_strs", "stop_regex_strs"):
+        params = copy.copy(req.sampling_params)
+        setattr(params, name, ["a"])
+        other = Req(**{**vars(req), "finished": lambda: False, "sampling_params": params})
+        assert not request_end._may_check_at_once(other, length)
 
 
 def test_passes_without_drafts_are_metered_as_steps(book: Bookkeeping) -> None:

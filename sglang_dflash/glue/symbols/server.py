@@ -194,8 +194,8 @@ SYMBOLS: dict[str, Symbol] = {
         "SamplingParams",
         attributes=names(
             """ebnf frequency_penalty json_schema max_new_tokens min_new_tokens min_p
-            presence_penalty regex repetition_penalty stop_token_ids stream_interval structural_tag
-            top_k top_p"""
+            presence_penalty regex repetition_penalty stop_regex_strs stop_strs stop_token_ids
+            stream_interval structural_tag top_k top_p"""
         ),
     ),
     # prefill and decode apart
