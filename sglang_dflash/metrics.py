@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,21 +39,22 @@ class AcceptanceMeter:
         self.at_width = [0] * self.block_size
 
     def record(
-        self, num_correct: int, committed: int, width: int | None = None, expected: float = 0.0
+        self,
+        num_correct: int,
+        committed: int,
+        width: int | None = None,
+        expected: float = 0.0,
+        *,
+        times: int = 1,
     ) -> None:
-        """Count one step of one request: correct drafts, tokens committed up to a stop, the verify
-        width, a full block if not given, and the tokens expected when it was chosen."""
-        self.histogram[committed - 1] += 1
-        self.at_width[(width or self.block_size) - 1] += 1
-        self.expected_tokens += expected
+        """Count a step of one request, or several alike: correct drafts, tokens committed up to a
+        stop, the verify width, a full block if not given, and the tokens expected when it was
+        chosen."""
+        self.histogram[committed - 1] += times
+        self.at_width[(width or self.block_size) - 1] += times
+        self.expected_tokens += expected * times
         for position in range(min(num_correct, committed)):
-            self.accepted_at[position] += 1
-
-    def record_undrafted(self, tokens: int) -> None:
-        """Count so many steps of one request that verified no draft."""
-        self.histogram[0] += tokens
-        self.at_width[0] += tokens
-        self.expected_tokens += tokens
+            self.accepted_at[position] += times
 
     def since(self, earlier: AcceptanceMeter) -> AcceptanceMeter:
         """Return the counts added since `earlier` was copied."""
@@ -195,7 +196,8 @@ class AcceptanceAlarm:
     threshold: float = DEFAULT_ALARM  # 0 turns it off
     window: int = DEFAULT_WINDOW
     raised: int = field(default=0, init=False)
-    _steps: deque[tuple[int, int, bool]] = field(default_factory=deque, init=False)
+    # of the window, by correct drafts, tokens committed and whether the context is long
+    _steps: Counter[tuple[int, int, bool]] = field(default_factory=Counter, init=False)
     _active: bool = field(default=False, init=False)
     _seen: int = field(default=0, init=False)
 
@@ -217,18 +219,18 @@ class AcceptanceAlarm:
             return None
         self._seen += 1
         if width >= min(JUDGED_WIDTH, self.block_size):
-            self._steps.append((num_correct, committed, context > LONG_CONTEXT))
+            self._steps[num_correct, committed, context > LONG_CONTEXT] += 1
         if self._seen < self.window:
             return None
         self._seen = 0
-        if len(self._steps) < JUDGED_SHARE * self.window:
+        if self._steps.total() < JUDGED_SHARE * self.window:
             return None
         # judged once per window: a moving average would cost time at every step
         meters = {False: AcceptanceMeter(self.block_size), True: AcceptanceMeter(self.block_size)}
         whole = AcceptanceMeter(self.block_size)
-        for correct, kept, is_long in self._steps:
-            meters[is_long].record(correct, kept)
-            whole.record(correct, kept)
+        for (correct, kept, is_long), times in self._steps.items():
+            meters[is_long].record(correct, kept, times=times)
+            whole.record(correct, kept, times=times)
         self._steps.clear()
         was_active, self._active = self._active, whole.accept_length < self.threshold
         if not self._active or was_active:

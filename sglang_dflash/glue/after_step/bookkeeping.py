@@ -70,16 +70,17 @@ class Bookkeeping:
         """Count one step of one request, of the batch whose result is being processed. Each pass
         of a step without drafts counts as a step."""
         if self.passes > 1:
-            self.meter.record_undrafted(committed)
+            self.meter.record(0, 1, 1, 1.0, times=committed)
         else:
             self.meter.record(num_correct, committed, width, self._rows.expected)
         warning = self.alarm.record(num_correct, committed, context, width)
         if warning is not None and self._speaks:
             logger.warning(warning)
-        now = time.monotonic()
-        if self._export is not None and (ended or now - self._flushed > FLUSH_S):
-            self._flushed = now
-            self._export.flush(self.meter, self.clock, self.alarm)
+        if self._export is not None:
+            now = time.monotonic()
+            if ended or now - self._flushed > FLUSH_S:
+                self._flushed = now
+                self._export.flush(self.meter, self.clock, self.alarm)
 
     def batch_step(self) -> None:
         """Count one step of the batch; log acceptance once per decode log interval."""
