@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -107,8 +107,10 @@ class Fields:
 
     def write(self, owner: Any, **values: Any) -> None:
         """Set attributes."""
+        # once, and not name by name: this runs for every request of a step
+        assert values.keys() <= self.names, self._undeclared(values)
         for name, value in values.items():
-            setattr(owner, self._declared(name), value)
+            setattr(owner, name, value)
 
     def delete(self, owner: Any, name: str) -> None:
         """Delete an attribute."""
@@ -124,8 +126,12 @@ class Fields:
         return getattr(owner, self._declared(name))
 
     def _declared(self, name: str) -> str:
-        assert name in self.names, f"{self.target}.{name} is not declared in {sorted(self.names)}"
+        assert name in self.names, self._undeclared([name])
         return name
+
+    def _undeclared(self, names: Iterable[str]) -> str:
+        new = ", ".join(name for name in names if name not in self.names)
+        return f"not declared for {self.target}: {new}. Declared: {', '.join(sorted(self.names))}"
 
 
 class Settings(Fields):

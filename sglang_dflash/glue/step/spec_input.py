@@ -62,13 +62,14 @@ class DFlashState(compat.SpecInput):
         reserve = compat.alloc_reserve_per_decode()
         page_size = batch.token_to_kv_pool_allocator.page_size
         row_width = batch.req_to_token_pool.req_to_token.shape[1]
-        committed, allocated, wanted = [], [], []
+        committed = [seams.committed_len(req) for req in batch.reqs]
+        allocated = [req.kv.kv_allocated_len for req in batch.reqs]
+        # whole pages: the allocator's granularity
+        wanted = [
+            max(before, -(-(length + reserve) // page_size) * page_size)
+            for length, before in zip(committed, allocated, strict=True)
+        ]
         for req in batch.reqs:
-            # whole pages: the allocator's granularity
-            pages = -(-(seams.committed_len(req) + reserve) // page_size)
-            committed.append(seams.committed_len(req))
-            allocated.append(req.kv.kv_allocated_len)
-            wanted.append(max(req.kv.kv_allocated_len, pages * page_size))
             REQ.write(req, decode_batch_idx=req.decode_batch_idx + 1)
         assert max(wanted) <= row_width, (
             f"a block would reach slot-table column {max(wanted)} of {row_width}, "
