@@ -4,9 +4,12 @@
     python -m benchmarks.meter --step-ms 20.1 24 57 --out benchmarks/results/meter
 
 Runs a step's bookkeeping in isolation, as the worker does it: four marks on the stream (CUDA events
-on a GPU), one record per request, counters published once a second. Reports host time per step,
-which overlap scheduling hides behind the GPU, and with `--step-ms` its share of such a step; on a
-GPU also the stream time of the marks, measured around short kernels with and without them.
+on a GPU), each request's check for its end and one record of its step, counters published once a
+second. Requests are SGLang's own and commit 1 to 16 tokens a step. Reports host time per step,
+beside that of SGLang's check alone, which runs for each request without us, too. Overlap scheduling
+hides it behind the GPU, unless the host sets the pace. With `--step-ms` also its share of such a
+step, and on a GPU the stream time of the marks, measured around short kernels with and without
+them.
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ import torch
 from benchmarks import result_files
 from benchmarks.systems import BLOCK_SIZE
 from sglang_dflash.command_help import parser_of
+from sglang_dflash.glue import compat
 from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
 from sglang_dflash.glue.after_step.exporter import PrometheusExporter
+from sglang_dflash.glue.after_step.request_end import count_steps_in, finish_and_meter
 from sglang_dflash.glue.after_step.stage_clock import STAGES
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.metrics import AcceptanceAlarm
@@ -31,22 +36,53 @@ from sglang_dflash.metrics import AcceptanceAlarm
 LABELS = {"model_name": "none", "engine_type": "unified", "tp_rank": "0"}
 
 
-def host_seconds_per_step(
-    num_requests: int, steps: int, device_type: str, export: PrometheusExporter
+Finish = Callable[[Any, int], Any]
+
+
+def seconds_per_step(
+    num_requests: int, steps: int, marks: Callable[[], object], finish: Finish
 ) -> float:
-    """Return the host time of one step's bookkeeping; the stages are empty here."""
-    book = Bookkeeping(BLOCK_SIZE, device_type, AcceptanceAlarm(BLOCK_SIZE))
-    book._export = export
+    """Return the host time of steps whose tokens have arrived: their marks, and each request's
+    check for its end."""
     chance = random.Random(0)
-    correct = [chance.randrange(BLOCK_SIZE) for _ in range(num_requests)]
-    began = time.perf_counter()
+    reqs = [_request(str(i)) for i in range(num_requests)]
+    seconds = 0.0
     for _ in range(steps):
+        committed = [chance.randint(1, BLOCK_SIZE) for _ in reqs]
+        for req, tokens in zip(reqs, committed, strict=True):
+            # as SGLang counts a step's result before it asks whether a request has ended
+            req.output_ids.extend(range(3, 3 + tokens))
+            req.spec_verify_ct += 1
+            req.spec_num_correct_drafts += tokens - 1
+            req.update_spec_correct_drafts_histogram(tokens - 1)
+        began = time.perf_counter()
+        marks()
+        for req, tokens in zip(reqs, committed, strict=True):
+            finish(req, tokens)
+        seconds += time.perf_counter() - began
+    return seconds / steps
+
+
+def _request(name: str) -> Any:
+    params = compat.SamplingParams(max_new_tokens=1 << 30, stop_token_ids=[2])
+    params.normalize(None)
+    return compat.Req(name, "", [1] * 1000, params, vocab_size=1 << 18)
+
+
+def host_seconds_per_step(num_requests: int, steps: int, book: Bookkeeping) -> tuple[float, float]:
+    """Return the host time of one step's bookkeeping, and of SGLang's own checks alone; the stages
+    are empty here."""
+    own = getattr(compat.Req.update_finish_state, "__wrapped__", compat.Req.update_finish_state)
+
+    def marks() -> None:
         for _ in range(len(STAGES) + 1):
             book.clock.mark()
-        for num_correct in correct:
-            book.record(num_correct, num_correct + 1, BLOCK_SIZE, context=1000, ended=False)
         book.batch_step()
-    return (time.perf_counter() - began) / steps
+
+    ours = seconds_per_step(
+        num_requests, steps, marks, lambda req, tokens: finish_and_meter(own, req, tokens)
+    )
+    return ours, seconds_per_step(num_requests, steps, lambda: None, own)
 
 
 def stream_seconds_per_step(steps: int) -> float:
@@ -90,12 +126,15 @@ def main() -> None:
             f"{options.requests}: pass one step time for each"
         )
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    export = PrometheusExporter(LABELS, BLOCK_SIZE)
+    book = Bookkeeping(BLOCK_SIZE, device_type, AcceptanceAlarm(BLOCK_SIZE))
+    book._export = PrometheusExporter(LABELS, BLOCK_SIZE)
+    count_steps_in(book)
     marks_us = 1e6 * stream_seconds_per_step(100) if device_type == "cuda" else None
     rows = []
     for i, num_requests in enumerate(options.requests):
-        host_us = 1e6 * host_seconds_per_step(num_requests, options.steps, device_type, export)
-        row = {"requests": num_requests, "host_us": host_us, "stream_us": marks_us}
+        ours, own = host_seconds_per_step(num_requests, options.steps, book)
+        row = {"requests": num_requests, "host_us": 1e6 * ours, "sglang_us": 1e6 * own}
+        row["stream_us"] = marks_us
         rows.append(row | ({"step_ms": options.step_ms[i]} if options.step_ms else {}))
     shown = table(rows)
     print(shown)
@@ -106,15 +145,16 @@ def main() -> None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as Markdown, with shares of a step where --step-ms was given."""
-    lines = ["| requests | host | share of a step | stream | share of a step |"]
-    lines.append("|---|---|---|---|---|")
+    lines = ["| requests | SGLang's check | host | share of a step | stream | share of a step |"]
+    lines.append("|---|---|---|---|---|---|")
     for row in rows:
         cells = []
         for micros in (row["host_us"], row["stream_us"]):
             known = micros is not None and "step_ms" in row
             cells.append("" if micros is None else f"{micros:.1f} us")
             cells.append(f"{micros / 10 / row['step_ms']:.3f} %" if known else "")
-        lines.append(f"| {row['requests']} | " + " | ".join(cells) + " |")
+        first = f"| {row['requests']} | {row['sglang_us']:.1f} us | "
+        lines.append(first + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -209,17 +209,20 @@ class AcceptanceAlarm:
             window=environment.alarm_window,
         )
 
-    def record(self, num_correct: int, committed: int, context: int, width: int) -> str | None:
-        """Count one step at a context length; return a warning when one is due.
+    def record(
+        self, num_correct: int, committed: int, width: int, *, is_long: bool, times: int = 1
+    ) -> str | None:
+        """Count a step, or several alike, in a short or a long context; return a warning when one
+        is due.
 
         A narrow step says little about the drafter: it cannot commit more than its width. A window
         with too few wider steps is not judged.
         """
         if not self.threshold:
             return None
-        self._seen += 1
+        self._seen += times
         if width >= min(JUDGED_WIDTH, self.block_size):
-            self._steps[num_correct, committed, context > LONG_CONTEXT] += 1
+            self._steps[num_correct, committed, is_long] += times
         if self._seen < self.window:
             return None
         self._seen = 0

@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 
 from sglang_dflash.environment import Environment
-from sglang_dflash.metrics import AcceptanceAlarm, AcceptanceMeter, replicas_of, together
+from sglang_dflash.metrics import (
+    LONG_CONTEXT,
+    AcceptanceAlarm,
+    AcceptanceMeter,
+    replicas_of,
+    together,
+)
 
 
 def test_meter_counts_steps_by_tokens_committed() -> None:
@@ -88,7 +94,10 @@ def test_replicas_are_named_and_summed() -> None:
 
 
 def warnings_of(alarm: AcceptanceAlarm, steps: list[tuple[int, int]]) -> list[str]:
-    found = [alarm.record(correct, correct + 1, context, 8) for correct, context in steps]
+    found = [
+        alarm.record(correct, correct + 1, 8, is_long=context > LONG_CONTEXT)
+        for correct, context in steps
+    ]
     return [warning for warning in found if warning is not None]
 
 

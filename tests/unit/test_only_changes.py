@@ -49,7 +49,7 @@ OURS = {
         "outputs.drafts": "a buffer of ours",
     },
 }
-MAKERS = {"deque", "dict", "list", "set", "WeakKeyDictionary"}
+MAKERS = {"Counter", "deque", "dict", "list", "set", "WeakKeyDictionary"}
 TENSOR_MAKERS = {"zeros"}
 MUTATORS = {
     *("append", "extend", "insert", "remove", "clear", "sort", "reverse", "pop", "popitem"),

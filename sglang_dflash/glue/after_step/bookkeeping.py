@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sglang_dflash.glue import seams
 from sglang_dflash.glue.after_step.exporter import PrometheusExporter
 from sglang_dflash.glue.after_step.stage_clock import StageClock
-from sglang_dflash.metrics import AcceptanceAlarm, AcceptanceMeter
+from sglang_dflash.metrics import LONG_CONTEXT, AcceptanceAlarm, AcceptanceMeter
 
 logger = logging.getLogger(__name__)
 
@@ -29,16 +30,18 @@ class Bookkeeping:
     """One worker's counters, and their sinks."""
 
     def __init__(self, block_size: int, device_type: str, alarm: AcceptanceAlarm) -> None:
-        self.meter = AcceptanceMeter(block_size)
+        self._meter = AcceptanceMeter(block_size)
         self.clock = StageClock(device_type)
         self.alarm = alarm
-        # of the step whose result is being processed
+        # of the step whose result is being processed: what it verified, and the requests recorded,
+        # by correct drafts, tokens committed, rows and whether the context is long
         self._rows = StepRows(block_size)
+        self._recorded: Counter[tuple[int, int, int, bool]] = Counter()
         self._export: PrometheusExporter | None = None
         self._speaks = True
         self._flushed = time.monotonic()
         self._log_interval = 0
-        self._logged = self.meter.copy()
+        self._logged = self._meter.copy()
         self._batch_steps = 0
 
     def publish(self, scheduler: Any) -> None:
@@ -48,11 +51,20 @@ class Bookkeeping:
         self._speaks = reporter.is_stats_logging_rank
         self._log_interval = seams.settings(scheduler.server_args).decode_log_interval
         if reporter.current_scheduler_metrics_enabled and collector is not None:
-            self._export = PrometheusExporter(dict(collector.labels), self.meter.block_size)
+            self._export = PrometheusExporter(dict(collector.labels), self._meter.block_size)
+
+    @property
+    def meter(self) -> AcceptanceMeter:
+        """The counts of all steps recorded so far."""
+        self._count()
+        return self._meter
 
     def begin_result(self, rows: StepRows) -> None:
         """Note what was verified in the step whose result is processed next."""
+        self._count()
         self._rows = rows
+        if time.monotonic() - self._flushed > FLUSH_S:
+            self._flush()
 
     @property
     def passes(self) -> int:
@@ -69,18 +81,28 @@ class Bookkeeping:
     ) -> None:
         """Count one step of one request, of the batch whose result is being processed. Each pass
         of a step without drafts counts as a step."""
-        if self.passes > 1:
-            self.meter.record(0, 1, 1, 1.0, times=committed)
-        else:
-            self.meter.record(num_correct, committed, width, self._rows.expected)
-        warning = self.alarm.record(num_correct, committed, context, width)
-        if warning is not None and self._speaks:
-            logger.warning(warning)
+        # the requests of a step are many, and most alike: they are counted together
+        self._recorded[num_correct, committed, width, context > LONG_CONTEXT] += 1
+        if ended:
+            self._flush()
+
+    def _count(self) -> None:
+        """Count the requests recorded since the last time."""
+        for (num_correct, committed, width, is_long), times in self._recorded.items():
+            if self.passes > 1:
+                self._meter.record(0, 1, 1, 1.0, times=committed * times)
+            else:
+                expected = self._rows.expected
+                self._meter.record(num_correct, committed, width, expected, times=times)
+            warning = self.alarm.record(num_correct, committed, width, is_long=is_long, times=times)
+            if warning is not None and self._speaks:
+                logger.warning(warning)
+        self._recorded.clear()
+
+    def _flush(self) -> None:
+        self._flushed = time.monotonic()
         if self._export is not None:
-            now = time.monotonic()
-            if ended or now - self._flushed > FLUSH_S:
-                self._flushed = now
-                self._export.flush(self.meter, self.clock, self.alarm)
+            self._export.flush(self.meter, self.clock, self.alarm)
 
     def batch_step(self) -> None:
         """Count one step of the batch; log acceptance once per decode log interval."""
