@@ -22,6 +22,7 @@ import transformers
 from sglang_dflash import config as cfg
 from sglang_dflash.commands.card_names import BY_SIZE, CARDS
 from sglang_dflash.commands.quantised_weights import quantised
+from sglang_dflash.fp8_drafter import is_quantised
 from sglang_dflash.reference import Drafter, DrafterConfig
 from sglang_dflash.safetensors_header import read_safetensors_header
 from sglang_dflash.speculators_format import HEAD, drafters_own
@@ -41,8 +42,6 @@ REPLICATED = re.compile(
     r"norm|(^|\.)(fc|gate|router|scale|layer_scalar)(\.|$)|vision|visual|audio|projector"
     r"|(^|\.)(attention_conv|mlp_conv|candidate_selector)\."
 )
-# of the drafter, with FP8 weights (glue/models/draft_model.py)
-QUANTISABLE = re.compile(r"\.(o_proj|gate_proj|up_proj|down_proj)\.weight$")
 KEYS_AND_VALUES = re.compile(r"\.(k_proj|v_proj)\.")
 # of a value in the KV cache, where it is not the model's own type
 KV_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -88,7 +87,10 @@ class RankMemory:
             whole_vocabulary=drafter.own_vocab_size is None,
         )
         if asked.speculative_draft_model_quantization == "fp8":
-            draft_sizes = {name: _in_fp8(name, size) for name, size in draft_sizes.items()}
+            draft_sizes = {
+                name: size // BYTES if is_quantised(drafter, name) else size
+                for name, size in draft_sizes.items()
+            }
         # every rank has all of it
         own_head = draft_sizes.pop(HEAD, 0)
         found = cls(
@@ -242,11 +244,6 @@ def _share(name: str, ranks: int, heads: int) -> float:
     if REPLICATED.search(name):
         return 1.0
     return max(1 / ranks, 1 / heads) if KEYS_AND_VALUES.search(name) else 1 / ranks
-
-
-def _in_fp8(name: str, size: int) -> int:
-    """Return the bytes of one of the drafter's tensors with FP8 weights where it may have them."""
-    return size // BYTES if QUANTISABLE.search(name) else size
 
 
 def in_files(path: str) -> dict[str, int] | None:

@@ -52,6 +52,7 @@ ALLOWED = {
         "safetensors_header",
     },
     "draft_backends": {"config", "drafter_config"},
+    "fp8_drafter": {"config"},
     "metrics": {"environment"},
     # the server harness sums the meter's counts
     "testing": {"metrics", "testing"},
@@ -94,6 +95,7 @@ ALLOWED = {
         "draft_backends",
         "drafter_config",
         "environment",
+        "fp8_drafter",
         "glue",
         "kernels",
         "metrics",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sglang_dflash import speculators_format
 from sglang_dflash.config import DrafterSpec
+from sglang_dflash.fp8_drafter import quantises_output
 from sglang_dflash.glue import changes, compat, seams
 from sglang_dflash.glue.models.embedding import masked, refuse_scaling, unscaled
 from sglang_dflash.glue.models.own_head import OwnHead
@@ -86,7 +87,7 @@ class DraftAttention(nn.Module):
             spec.num_heads * spec.head_dim,
             spec.hidden_size,
             bias=spec.has_bias,
-            quant_config=quant_config,
+            quant_config=quant_config if quantises_output(spec) else None,
             prefix=f"layers.{layer}.self_attn.o_proj",
             **seams.over_ranks(shards),
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sglang_dflash import config as cfg
-from sglang_dflash import draft_backends
+from sglang_dflash import draft_backends, fp8_drafter
 from sglang_dflash.draft_backends import Place, choose_draft_backend
 from sglang_dflash.environment import DETERMINISTIC_PREFILL_ALIGN, Environment
 from sglang_dflash.glue import changes, compat, seams
@@ -24,11 +24,6 @@ from sglang_dflash.glue.startup.recurrent_targets import (
 from sglang_dflash.kernels import cards
 
 logger = logging.getLogger(__name__)
-
-FP8_DRAFTER = (
-    "the drafter's MLPs and output projections have FP8 weights; its QKV projections stay as "
-    "released, because they also project the target's features."
-)
 
 ARGS = changes.Settings(
     "ServerArgs",
@@ -68,7 +63,7 @@ def handle_dflash(server_args: Any) -> None:
     ARGS.write(server_args, speculative_num_draft_tokens=block_size)
     ARGS.write(server_args, speculative_num_steps=1, speculative_eagle_topk=1)
     _choose_draft_backend(server_args, drafter, dtype=target_config.dtype)
-    _quantise_drafter(server_args)
+    _quantise_drafter(server_args, drafter, dtype=target_config.dtype)
     width_args.refuse_narrow_blocks(server_args)
     width_args.bound_requests(server_args)
     _refuse_short_captures(server_args)
@@ -102,7 +97,7 @@ def _choose_draft_backend(
     )
 
 
-def _quantise_drafter(server_args: Any) -> None:
+def _quantise_drafter(server_args: Any, drafter: cfg.DrafterSpec, *, dtype: torch.dtype) -> None:
     """Check how the drafter is to be quantised, and undo SGLang's default: like the target."""
     quantised = server_args.speculative_draft_model_quantization
     if quantised is None:
@@ -116,7 +111,13 @@ def _quantise_drafter(server_args: Any) -> None:
             )
         if _device_type(server_args) != "cuda":
             raise ValueError(f"{option} needs a GPU. Drop it.")
-        logger.info("DFLASH: %s", FP8_DRAFTER)
+        fp8_drafter.check(
+            drafter,
+            capability=cards.current().capability,
+            is_fp32=dtype == torch.float32,
+            tp_size=server_args.tp_size,
+        )
+        logger.info("DFLASH: %s", fp8_drafter.describe(drafter))
         return
     ARGS.write(server_args, speculative_draft_model_quantization=None)
     logger.info(
