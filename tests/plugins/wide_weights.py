@@ -16,10 +16,11 @@ import zlib
 from typing import Any
 
 GAIN, EMBEDDING_GAIN = 1.5, 5.0
-# 4-bit weights of compressed-tensors and AWQ: words of eight values, and a scale for each group
+# 4-bit weights of compressed-tensors, AWQ and GPTQ: words of eight values, and a scale for each
+# group
 PACKED = ("weight_packed", "qweight", "qzeros")
 SCALES = ("weight_scale", "scales")
-VALUES_STD = 4.6  # of integers from -8 to 7
+VALUES_STD = 4.6  # of integers from -8 to 7, and of FP8 values
 POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
@@ -45,6 +46,11 @@ def draw_weights(model: Any) -> None:
             if own_name in PACKED:
                 draw_words(tensor, name)
             if not torch.is_floating_point(tensor):
+                continue
+            if tensor.itemsize < 2:
+                # FP8, which their scales make small; there is no generator for it
+                values = torch.empty_like(tensor, dtype=torch.bfloat16)
+                tensor.copy_(values.normal_(std=VALUES_STD, generator=generator_of(tensor, name)))
                 continue
             if own_name in SCALES:
                 draw(tensor.view(-1), name)

@@ -112,7 +112,8 @@ QWEN3_5: dict[str, Any] = {
     "eos_token_id": 248044,
 }
 
-# Granite 3.3 8B: SGLang's class has no method to capture features, so hooks of ours do
+# Granite 3.3 8B: SGLang's class has no method to capture features, so hooks of ours do. With random
+# weights its own tied head and multipliers repeat the last token, whatever the context
 GRANITE: dict[str, Any] = {
     "architectures": ["GraniteForCausalLM"],
     "model_type": "granite",
@@ -121,12 +122,12 @@ GRANITE: dict[str, Any] = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "attention_multiplier": 0.0078125,
-    "embedding_multiplier": 12.0,
-    "logits_scaling": 16.0,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
     "residual_multiplier": 0.22,
     "max_position_embeddings": 32768,
     "rope_theta": 10000000.0,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-05,
     "vocab_size": 49159,

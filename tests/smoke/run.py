@@ -10,8 +10,9 @@ at once: plain decoding and DFLASH in fp32 (Triton drafts), whose answers must b
 token, and DFLASH by launch/serve.sh in bf16 (fa4 drafts). CUDA graphs, overlap scheduling and the
 plan stream are on (in fp32, models with experts run without graphs and have fewer experts, and the
 vocabulary is smaller); more requests run at once than the largest graph holds. The verify width is
-automatic, and in fp32 also changes at every step. Targets with 4-bit weights are served in bf16
-only. Then the 31B recipe starts at full size, answers an OpenAI client, and its step is timed.
+automatic, and in fp32 also changes at every step. Quantised targets are served in bf16 only, beside
+the others, because SGLang compiles their GEMMs for minutes. Then the 31B recipe starts at full
+size, answers an OpenAI client, and its step is timed.
 
     python -m tests.smoke.run --tp 2    # two ranks on one GPU (sglang_dflash/testing/two_ranks.py)
 
@@ -22,7 +23,8 @@ mode, in which sampled answers with seeds must be equal, too.
 Writes the results, durations, versions and the commit to benchmarks/results/smoke-h200.json (named
 after the GPU, and after the release of SGLang unless it is the newest that is served), against
 which `make test` compares the serving path of the tree. A part of the families, or all without the
-recipe, needs --out instead; tests/smoke/join.py makes one result of several such calls.
+recipe, needs --out instead; tests/smoke/join.py makes one result of several such calls. A run that
+is cut off leaves what it found until then in a file beside it that ends in .part.json.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -55,6 +58,8 @@ from tests.smoke.since import RESULTS, failed, is_fine
 
 RECIPE = recipes.Cell("gemma4-31b", "bf16", "ours", 8)
 KEPT_LOG = 6000  # characters of a failed server's log
+# of a quantised target, whose GEMMs SGLang may have to compile
+COMPILE_TIMEOUT_S = 540
 
 
 # ranks that share a GPU take turns on it: with two, one family is asked at a time
@@ -74,13 +79,15 @@ def run_family(
     """Serve a family; return the check results of each server and the durations."""
     began = time.monotonic()
     found: dict[str, Any] = {"checks": {}}
+    servers: dict[str, Server] = {}
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
-        servers = start(family, folder, small=small, ranks=ranks, seeded=seeded)
-        RUNNING.update(servers.values())
         try:
+            servers = start(family, folder, small=small, ranks=ranks, seeded=seeded)
+            RUNNING.update(servers.values())
+            patience = START_TIMEOUT_S if family.quantisation is None else COMPILE_TIMEOUT_S
             for server in servers.values():
-                server.wait(end_if_stopped)
+                server.wait(end_if_stopped, timeout_s=patience)
             found["start_s"] = {name: server.start_s for name, server in servers.items()}
             say(f"{family.name}: started, s: {found['start_s']}")
             with ASKING[ranks]:
@@ -95,7 +102,8 @@ def run_family(
                     told = f"{len(checked) - len(failed)} of {len(checked)} checks passed"
                     say(f"{family.name}, {name}: {told} {failed or ''}")
                 found["ask_s"] = round(time.monotonic() - asking, 1)
-        except Exception as error:  # one family's failure must not hide the others
+        # one family's failure must not hide the others; a server refuses a port by SystemExit
+        except (Exception, SystemExit) as error:
             end_if_stopped()
             say(traceback.format_exc())
             found["error"] = f"{type(error).__name__}: {str(error)[-2000:]}"
@@ -142,7 +150,11 @@ def run_recipe() -> dict[str, Any]:
         ["--recipes", RECIPE.recipe, "--requests", "1", "8", "--port", str(free_port())]
         + ["--lengths", "73", "313", "--tries", "1", "2", "--cuda-graph-max-bs-decode", "8"]
     )
-    [(_, found)] = recipes.run_group([RECIPE], options, timeout_s=START_TIMEOUT_S)
+    try:
+        [(_, found)] = recipes.run_group([RECIPE], options, timeout_s=START_TIMEOUT_S)
+    except (Exception, SystemExit) as error:  # the families' results must not be lost
+        say(traceback.format_exc())
+        found = {"error": f"{type(error).__name__}: {str(error)[-2000:]}"}
     return found | {"seconds": round(time.monotonic() - began, 1)}
 
 
@@ -161,8 +173,6 @@ def names_of(ranks: int, sglang: str | None) -> list[str]:
         return list(ON_TWO_RANKS)
     has_states = sglang not in WITHOUT_STATES
     served = [family for family in FAMILIES if has_states or not family.has_states]
-    # quantised targets first: SGLang compiles their GEMMs for minutes, on one core
-    served.sort(key=lambda family: family.quantisation is None)
     return [family.name for family in served]
 
 
@@ -172,7 +182,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--tp", type=int, choices=(1, 2), default=1, help="ranks of a server, all on one GPU"
     )
     parser.add_argument("--families", nargs="+", help="default: all")
-    parser.add_argument("--at-once", type=int, default=5, help="families to run on the GPU at once")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=4,
+        help="families to run on the GPU at once, quantised ones aside",
+    )
     parser.add_argument("--no-recipe", action="store_true", help="skip the full-sized 31B recipe")
     parser.add_argument(
         "--commit", help="commit to record if the tree is a copy without git history"
@@ -195,24 +210,41 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def named(name: str) -> Family:
+    """Return a family of the command line."""
+    [family] = [each for each in FAMILIES if each.name == name.partition(",")[0]]
+    return family
+
+
 def run_named(name: str, ranks: int) -> dict[str, Any]:
     """Run a family of the command line."""
     end_if_stopped()
-    [family] = [each for each in FAMILIES if each.name == name.partition(",")[0]]
-    return run_family(family, ranks=ranks, seeded=ranks > 1 and ON_TWO_RANKS[name])
+    return run_family(named(name), ranks=ranks, seeded=ranks > 1 and ON_TWO_RANKS[name])
 
 
-def run_families(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """Run the families of the command line, several at once; print and return their results."""
+def run_families(
+    options: argparse.Namespace, progress: Progress, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Run the families of the command line, several at once; print and return their results, and
+    hand over what there is after each of them."""
     progress.name(", ".join(options.families))
-    with ThreadPoolExecutor(options.at_once) as pool, stopping():
-        running = {pool.submit(run_named, name, options.tp): name for name in options.families}
+    with (
+        ThreadPoolExecutor(options.at_once) as pool,
+        # each has one server, which mostly waits for SGLang's compiler
+        ThreadPoolExecutor(len(FAMILIES)) as beside,
+        stopping(),
+    ):
+        running = {}
+        for name in options.families:
+            place = pool if named(name).quantisation is None else beside
+            running[place.submit(run_named, name, options.tp)] = name
         results = {}
         for ended in as_completed(running):
             name = running[ended]
             results[name] = ended.result()
             say(json.dumps({name: results[name]}, indent=1))
             progress.step(", ".join(each for each in running.values() if each not in results))
+            keep(results)
     return {name: results[name] for name in options.families}
 
 
@@ -232,21 +264,33 @@ def main() -> None:
     options = parse()
     if not torch.cuda.is_available():
         raise SystemExit("The smoke test needs a GPU that torch can use; `make test` does not.")
+    # `timeout` sends SIGTERM: the servers, which threads start, must not outlive this program
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()
     report: dict[str, Any] = result_files.provenance(options.commit) | {"ranks": options.tp}
+    out = options.out or result_file(report)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # what there is if the run is cut off, for tests.smoke.join
+    part = out.with_suffix(".part.json")
+
+    def write(path: Path, *, is_whole: bool, **found: Any) -> None:
+        report.update(found)
+        report["passed"] = not failed(report)
+        report["whole"] = is_whole
+        report["seconds"] = round(time.monotonic() - began, 1)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+
     with Progress(len(options.families) + (not options.no_recipe), "parts") as progress:
-        report["families"] = run_families(options, progress)
+        report["families"] = run_families(
+            options, progress, lambda found: write(part, is_whole=False, families=found)
+        )
         if not options.no_recipe:
             progress.name(RECIPE.recipe)
             report["recipe"] = {RECIPE.key: run_recipe()}
             say(json.dumps(report["recipe"], indent=1))
             progress.step()
-    report["passed"] = not failed(report)
-    report["whole"] = options.is_whole
-    report["seconds"] = round(time.monotonic() - began, 1)
-    out = options.out or result_file(report)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    write(out, is_whole=options.is_whole)
+    part.unlink(missing_ok=True)
     verdict = "passed" if report["passed"] else "FAILED"
     told = "" if options.is_whole else ", in part"
     print(f"smoke {verdict}{told}, in {report['seconds']:.0f} s: {out}")

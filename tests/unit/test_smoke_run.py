@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +128,63 @@ def test_what_is_no_result_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(SystemExit, match="a.json has no 'command'"):
         joined(monkeypatch, tmp_path / "a.json")
+
+
+def called(monkeypatch: pytest.MonkeyPatch, out: Path, stopped_at: str | None = None) -> None:
+    """Call the smoke test on families that do nothing, and on a recipe that fails to start; Ctrl-C
+    comes while the named family runs, and others have ended."""
+
+    def run_family(family: Any, **_: Any) -> dict[str, Any]:
+        if family.name == stopped_at:
+            while not out.with_suffix(".part.json").exists():
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+        return FINE
+
+    def no_group(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(run, "run_family", run_family)
+    monkeypatch.setattr(run.recipes, "run_group", no_group)
+    about = {"command": "smoke", "commit": "c0ffee", "gpu": "H200", "sglang": release.NEWEST}
+    monkeypatch.setattr(run.result_files, "provenance", lambda _: about)
+    monkeypatch.setattr(run.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["smoke", "--out", str(out), "--at-once", "1"])
+    run.main()
+
+
+def test_a_recipe_that_fails_loses_no_family(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        called(monkeypatch, tmp_path / "smoke.json")
+    found = json.loads((tmp_path / "smoke.json").read_text())
+    assert found["whole"] and not found["passed"]
+    assert set(found["families"]) == set(run.names_of(1, release.installed()))
+    assert found["recipe"][run.RECIPE.key]["error"] == "RuntimeError: no memory"
+    assert [file.name for file in tmp_path.iterdir()] == ["smoke.json"]
+
+
+def test_a_run_that_is_cut_off_keeps_the_families_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "STOPPED", threading.Event())
+    with pytest.raises(KeyboardInterrupt):
+        called(monkeypatch, tmp_path / "smoke.json", stopped_at="llama")
+    found = json.loads((tmp_path / "smoke.part.json").read_text())
+    assert found["families"] and "llama" not in found["families"]
+    assert found["passed"] and not found["whole"]
+    # as tests.smoke.join takes it
+    assert {"command", "seconds", "commit", "gpu", "sglang"} <= set(found)
+
+
+def test_a_family_whose_servers_cannot_be_started_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(*_: Any, **__: Any) -> None:
+        raise SystemExit("Another server already answers")
+
+    monkeypatch.setattr(run, "start", start)
+    found = run.run_family(FAMILIES[0])
+    assert "Another server already answers" in found["error"]
