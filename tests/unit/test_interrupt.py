@@ -109,7 +109,7 @@ def test_the_smoke_test_ends_its_families(monkeypatch: pytest.MonkeyPatch) -> No
     # in the place where the main thread waits
     monkeypatch.setattr(smoke, "as_completed", interrupt)
     options = argparse.Namespace(families=["gemma4", "qwen3"], at_once=1, tp=1)
-    work = functools.partial(smoke.run_families, options, Progress(2, "parts"))
+    work = functools.partial(smoke.run_families, options, Progress(2, "parts"), lambda _kept: None)
     assert end_on_interrupt("smoke", work) == 130
     # the other one did not begin
     assert (ended, begun.qsize()) == (["gemma4"], 0)
