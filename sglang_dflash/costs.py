@@ -95,6 +95,10 @@ class GraphCosts:
         ms = passes * self._corrected(timed[:1], graphs[:1], context)
         return float(self._host.step_ms(Kind.REPEATED, requests, ms)[0])
 
+    def knows_repeated(self, requests: int) -> bool:
+        """Return whether steps of several passes were timed lately."""
+        return self._host.ms(Kind.REPEATED, requests) > 0
+
     def waits_for_host(self, requests: int) -> bool:
         """Return whether the device has lately waited for the host in steps that draft."""
         return any(self._host.ms(kind, requests) > 0 for kind in (Kind.UNIFORM, Kind.SHARED))
@@ -293,6 +297,10 @@ class LearntCosts:
     def repeated_ms(self, requests: int, context: int, passes: int) -> float:
         """Return the ms of a step of several passes without drafts: as of so many steps."""
         return passes * float(self.step_ms(requests, context)[0])
+
+    def knows_repeated(self, requests: int) -> bool:
+        """What such a step takes follows from that of one pass."""
+        return False
 
     def waits_for_host(self, requests: int) -> bool:
         """Host and device are one: what a step costs includes both."""

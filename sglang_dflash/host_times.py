@@ -54,11 +54,11 @@ class HostTimes:
 
     def record(self, kind: Kind, requests: int, device_ms: float, idle_ms: float | None) -> bool:
         """Learn from a step, in which the device worked so long, and waited so long until the next
-        one; None if another kind of pass came first. Return whether the host has set its pace."""
+        one; None if that is not known. Return whether the host has set its pace."""
         self._steps += 1
-        known = self._known.get((kind, requests.bit_length()))
         if idle_ms is None:
-            return known is not None and known.is_paced
+            return self._is_paced(requests)
+        known = self._known.get((kind, requests.bit_length()))
         took_ms = device_ms + idle_ms
         is_paced = self._overlaps and idle_ms > IDLE_SHARE * took_ms
         is_exact = is_paced or not self._overlaps
@@ -95,6 +95,13 @@ class HostTimes:
             del self._known[place]
             return 0.0
         return known.ms
+
+    def _is_paced(self, requests: int) -> bool:
+        """Return whether the host has lately set the pace of steps of any kind at this load."""
+        doublings = requests.bit_length()
+        return any(
+            known.is_paced for (_, other), known in self._known.items() if other == doublings
+        )
 
     def snapshot(self) -> dict[str, dict[str, float]]:
         """Return the ms by kind, and by the least number of requests they hold for."""

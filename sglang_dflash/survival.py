@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 
@@ -85,3 +85,37 @@ class Acceptance:
             self._attempts = [count / self._weight for count in self._attempts]
             self._successes = [count / self._weight for count in self._successes]
             self._weight = 1.0
+
+
+class SharedSteps:
+    """What became of the steps that shared rows out."""
+
+    def __init__(self) -> None:
+        self._steps = self._rows = 0
+        # decayed: steps, and sums of the mean rows, expected tokens and tokens of a request
+        self._sums = (0.0, 0.0, 0.0, 0.0)
+
+    def record(
+        self, rows: NDArray[np.integer], survival: NDArray[np.floating], num_correct: ArrayLike
+    ) -> None:
+        requests, drafts = survival.shape
+        self._steps += 1
+        self._rows = int(rows.sum())
+        verified = np.arange(1, drafts + 1) < rows[:, None]
+        expected = float(np.vdot(survival, verified.astype(np.float32)))
+        correct = int(np.minimum(num_correct, rows - 1).sum())
+        new = (1, self._rows / requests, 1 + expected / requests, 1 + correct / requests)
+        decay = 1 - 1 / MEMORY_STEPS
+        steps, width, mean, real = (
+            decay * old + value for old, value in zip(self._sums, new, strict=True)
+        )
+        self._sums = steps, width, mean, real
+
+    def snapshot(self) -> dict[str, object]:
+        steps, *sums = self._sums
+        names = ("mean_width", "expected_tokens", "tokens")
+        means = {
+            name: round(total / steps, 4) if steps else None
+            for name, total in zip(names, sums, strict=True)
+        }
+        return {"steps": self._steps, "rows": self._rows, **means}

@@ -31,11 +31,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from sglang_dflash.confidence import SURPRISE_ATTEMPTS, Calibration, RowCurve
 from sglang_dflash.costs import Floats, GraphCosts, LearntCosts
-from sglang_dflash.survival import MEMORY_STEPS, Acceptance
+from sglang_dflash.host_times import ENOUGH_STEPS
+from sglang_dflash.survival import Acceptance, SharedSteps
 
 # share of the evidence that is kept when all requests are new
 LEAST_KEPT = 0.1
@@ -58,8 +59,12 @@ NEARLY, TIMED_STEPS = 0.85, 8
 HELD_STEPS = 8
 # passes of a step without drafts where the host sets the pace: so many tokens share what it does
 # once a step, as SGLang's scheduler does. A request that stops leaves half of them unused on
-# average, and with overlap those of the step after it. So it must promise this much more to begin
+# average, and with overlap those of the step after it. So it must promise this much more to begin,
+# and be measured to bring it
 PASSES, REPEATED_GAIN = 8, 1.1
+# steps of a probe from there: the wait behind the first one is not its own. The first probes also
+# learn what drafting takes the host
+REPEATED_PROBE, FIRST_REPEATED_PROBE = 2, 1 + ENOUGH_STEPS
 # seconds between probes, and the share of time that they may cost
 FIRST_INTERVAL, LAST_INTERVAL, PROBE_SHARE = 1.0, 10.0, 0.01
 # steps of given widths to begin with, where costs are not known
@@ -98,7 +103,7 @@ class WidthPolicy:
         # whether blocks of one width ran since rows were last shared out
         self._is_curve_old = False
         self._steps = [0] * block_size
-        self._shared = _SharedSteps()
+        self._shared = SharedSteps()
         # the next steps: where costs are not known, and of a probe
         tried = (1, 4, block_size // 2, block_size)
         self._planned = [
@@ -108,6 +113,7 @@ class WidthPolicy:
         self._since = self._next_probe = self._next_allowed = clock()
         self._interval = FIRST_INTERVAL
         self._probes = 0
+        self._repeats_gain = False  # whether several passes run and were measured to gain enough
         self._timed_without: set[int] = set()  # rows of graphs that took steps without drafts
 
     def choose(
@@ -158,8 +164,7 @@ class WidthPolicy:
         if now >= self._next_probe:
             probed = self._probed(place, choices, rates, requests)
         if probed is not None:
-            # few requests are asked several times
-            steps = max(1, PROBE_REQUESTS // requests) if place == 0 else 1
+            steps = self._probe_steps(choices[place], requests)
             self._planned = [choices[probed]] * (steps - 1)
             # the time in excess of what the best choice needs for as many tokens
             lost_ms = steps * (ms[probed] - tokens[probed] / rates[place])
@@ -276,8 +281,10 @@ class WidthPolicy:
         tokens a second are promised."""
         passes = min(PASSES, self._block_size)
         took = self.costs.repeated_ms(requests, context, passes)
-        least = 1.0 if self._last.passes > 1 else REPEATED_GAIN
-        if passes * ms[0] <= least * took:
+        least = 1.0 if self._repeats_gain and self._last.passes > 1 else REPEATED_GAIN
+        is_better = passes * ms[0] > least * took
+        self._repeats_gain = is_better and self.costs.knows_repeated(requests)
+        if not is_better:
             return choices, tokens, ms
         repeated = Choice(1, passes=passes)
         return [repeated, *choices[1:]], [float(passes), *tokens[1:]], [took, *ms[1:]]
@@ -324,6 +331,17 @@ class WidthPolicy:
             self._next_probe = max(now + self._interval, self._next_allowed)
         self._since = now
 
+    def _probe_steps(self, best: Choice, requests: int) -> int:
+        """Return of how many steps a probe consists that interrupts the best ones."""
+        if best.width > 1:
+            return 1
+        # few requests are asked several times
+        steps = max(1, PROBE_REQUESTS // requests)
+        if best.passes == 1:
+            return steps
+        is_known = self.costs.waits_for_host(requests)
+        return max(steps, REPEATED_PROBE if is_known else FIRST_REPEATED_PROBE)
+
     def _probed(
         self, place: int, choices: list[Choice], rates: list[float], requests: int
     ) -> int | None:
@@ -348,37 +366,3 @@ class WidthPolicy:
         self._probes += 1
         width = place + 1
         return (1, width // 2, min(2 * width, len(rates)))[self._probes % 3] - 1
-
-
-class _SharedSteps:
-    """What became of the steps that shared rows out."""
-
-    def __init__(self) -> None:
-        self._steps = self._rows = 0
-        # decayed: steps, and sums of the mean rows, expected tokens and tokens of a request
-        self._sums = (0.0, 0.0, 0.0, 0.0)
-
-    def record(
-        self, rows: NDArray[np.integer], survival: NDArray[np.floating], num_correct: ArrayLike
-    ) -> None:
-        requests, drafts = survival.shape
-        self._steps += 1
-        self._rows = int(rows.sum())
-        verified = np.arange(1, drafts + 1) < rows[:, None]
-        expected = float(np.vdot(survival, verified.astype(np.float32)))
-        correct = int(np.minimum(num_correct, rows - 1).sum())
-        new = (1, self._rows / requests, 1 + expected / requests, 1 + correct / requests)
-        decay = 1 - 1 / MEMORY_STEPS
-        steps, width, mean, real = (
-            decay * old + value for old, value in zip(self._sums, new, strict=True)
-        )
-        self._sums = steps, width, mean, real
-
-    def snapshot(self) -> dict[str, object]:
-        steps, *sums = self._sums
-        names = ("mean_width", "expected_tokens", "tokens")
-        means = {
-            name: round(total / steps, 4) if steps else None
-            for name, total in zip(names, sums, strict=True)
-        }
-        return {"steps": self._steps, "rows": self._rows, **means}

@@ -69,7 +69,7 @@ ALLOWED = {
     "confidence": set(),
     "host_times": set(),
     "survival": set(),
-    "width": {"confidence", "costs", "survival"},
+    "width": {"confidence", "costs", "host_times", "survival"},
     "draft": {"buffers", "config", "host", "kernels", "policy", "types"},
     "verify": {"host", "types"},
     "accept": {"kernels", "types"},

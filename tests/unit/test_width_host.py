@@ -87,6 +87,45 @@ def test_where_drafts_fail_several_passes_run_in_a_step(requests: int, length: f
     assert achieved > plain
 
 
+@pytest.mark.parametrize("requests", [1, 8, 32])
+@pytest.mark.parametrize(("gain", "pays"), [(1.03, False), (1.2, True)])
+def test_several_passes_need_the_gain_that_they_are_measured_to_have(
+    requests: int, gain: float, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They begin on a guess, the device's time. Once they ran they went on if they gained at all,
+    though a request that stops leaves most of a step's passes unused."""
+    monkeypatch.setitem(HOST_MS, Kind.REPEATED, PASSES * HOST_MS[Kind.PLAIN] / gain)
+    server = HostPaced([1.0] * requests, may_repeat=True)
+    server.run(20)
+    choices = server.choices
+    share = sum(choice.passes > 1 for choice in choices) / len(choices)
+    assert share > 0.9 if pays else share < 0.02
+
+
+def test_probes_from_several_passes_cost_no_more_than_others() -> None:
+    """Requests come and go, and each admission may bring a probe. The wait behind its first step
+    is not its own, so that a probe of one step never learnt what drafting takes the host."""
+
+    class Churning(HostPaced):
+        last = Choice(BLOCK)
+
+        def times(self, choice: Choice) -> Times:
+            device_ms, idle_ms = super().times(choice)
+            is_own, self.last = choice.passes == self.last.passes, choice
+            if len(self.choices) % 4 == 0:
+                self.policy.admit(1, self.requests)
+            return device_ms, idle_ms if is_own else None
+
+    server = Churning([1.0] * 32, may_repeat=True)
+    server.run(5)
+    begun = len(server.choices)
+    server.run(20)
+    drafting = [choice for choice in server.choices[begun:] if choice.width > 1]
+    assert sum(map(server.step_ms, drafting)) / 20_000 < 0.05
+    known = server.policy.costs.snapshot()["host_ms"]
+    assert {"shared", "repeated"} <= set(known)
+
+
 def test_several_passes_stop_once_drafts_pay_again() -> None:
     server = HostPaced([1.0] * 8, may_repeat=True)
     server.run(5)
