@@ -168,6 +168,8 @@ def _each_row(plan: SamplingPlan, noise: Noise, shared: SharedRows) -> tuple[Sam
 
 def _match(choices: Tensor, block: DraftBlock, drafts: SampledDrafts) -> Verdict:
     """Keep the drafts that match the target's own tokens."""
+    if not drafts.verified.shape[1]:
+        return Verdict(choices)
     return Verdict(choices, advantage=_advantage(choices, block, drafts))
 
 

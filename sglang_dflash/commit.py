@@ -22,8 +22,7 @@ def commit_step(
 ) -> None:
     """Pass a step's commit to the drafter, the policy and the host, in this order."""
     write_features(host, proposal.block, target, commit)
-    has_drafts = proposal.block.token_ids.shape[1] > 1
-    if has_drafts and proposal.drafts is not None and verdict.advantage is not None:
+    if proposal.drafts is not None and verdict.advantage is not None:
         policy.learn(
             context.request_rows,
             verdict.advantage,

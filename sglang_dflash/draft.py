@@ -18,9 +18,9 @@ from sglang_dflash.policy import DraftPolicy
 from sglang_dflash.types import (
     DraftBlock,
     DraftContext,
-    DraftOutput,
     Proposal,
     RowShare,
+    SampledDrafts,
     SamplingPlan,
 )
 
@@ -51,16 +51,14 @@ def draft(
         host.plan_verify(block)
     randomness = buffers.randomness.draw(plan)
     if width == 1:
-        none = torch.empty(requests, 0, dtype=torch.int64, device=context.anchors.device)
-        output = DraftOutput(none, none)
-    else:
-        masked = block
-        if width < config.block_size:
-            masked = build(buffers.drafted.block(requests, config.block_size))
-        output = host.draft_tokens(
-            context, masked, randomness, wanted=width - 1, with_confidence=share is not None
-        )
-        output = output.first(width - 1)
+        return Proposal(block, None if randomness is None else SampledDrafts.none(randomness))
+    masked = block
+    if width < config.block_size:
+        masked = build(buffers.drafted.block(requests, config.block_size))
+    output = host.draft_tokens(
+        context, masked, randomness, wanted=width - 1, with_confidence=share is not None
+    )
+    output = output.first(width - 1)
     drafts = None
     if randomness is not None:
         drafts = policy.select(context.request_rows, output, randomness)

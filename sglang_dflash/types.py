@@ -111,7 +111,7 @@ class DraftOutput:
 
     def first(self, drafts: int) -> DraftOutput:
         """Return the first drafts of each block only."""
-        logits = None if self.logits is None or drafts == 0 else self.logits[:, :drafts]
+        logits = None if self.logits is None else self.logits[:, :drafts]
         confidence = None if self.confidence is None else self.confidence[:, :drafts]
         return DraftOutput(
             self.argmax_drafts[:, :drafts], self.sampled_drafts[:, :drafts], logits, confidence
@@ -128,6 +128,13 @@ class SampledDrafts:
     verified: Tensor  # [b, W - 1] int64
     draft_logits: Tensor | None  # [b, W - 1, V], as in DraftOutput
     randomness: Randomness
+
+    @classmethod
+    def none(cls, randomness: Randomness) -> SampledDrafts:
+        """Return those of a step at width 1, which only samples from the target."""
+        empty = torch.empty_like(randomness.keys[:, :0])
+        is_sampled = torch.empty_like(randomness.scales, dtype=torch.bool)
+        return cls(empty, empty, is_sampled, empty, None, randomness)
 
 
 @dataclass(frozen=True)
