@@ -136,7 +136,6 @@ class Toy:
         choices = None
         if plan is None:
             choices = self.row_sampler.choose(self.batch, found, context, block)
-            assert choices is not None
         if greedy_after_first:
             assert choices is not None
             choices[:, 1:] = self.logits[token_ids[:, 1:]].argmax(-1)

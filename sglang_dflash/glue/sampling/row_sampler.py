@@ -18,7 +18,6 @@ from sglang_dflash.glue import changes, compat
 from sglang_dflash.glue.models.heads import VerifyHead
 from sglang_dflash.glue.sampling import grammar_mask
 from sglang_dflash.glue.sampling.penalties import PenaltyTable
-from sglang_dflash.glue.sampling.plan import is_adjusted
 from sglang_dflash.types import DraftBlock, DraftContext
 
 PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "logit_bias")
@@ -53,19 +52,12 @@ class RowSampler:
         context: DraftContext,
         block: DraftBlock,
         *,
-        greedy: Tensor | None = None,
         grammar_barrier: Callable[[], None] | None = None,
-    ) -> Tensor | None:
-        """Return the target's token after each row, [b, B] int64; logprobs go to `logits_output`.
-
-        `greedy` begins with the argmax of each row, if the CUDA graph has computed it. Return None
-        if the batch is greedy and the argmax of its logits is still to be taken.
-        """
+    ) -> Tensor:
+        """Return the target's token after each row, [b, W] int64. Logprobs go to the output."""
         info = batch.sampling_info
         logits = logits_output.next_token_logits
         shape = block.token_ids.shape
-        if info.is_all_greedy and not is_adjusted(batch):
-            return None if greedy is None else greedy[: shape.numel()].view(shape)
         logits = self._head.as_sampler_logits(logits)
         OUTPUT.write(logits_output, next_token_logits=logits)
         by_row = logits.view(*shape, -1)

@@ -121,8 +121,12 @@ class BatchHost:
     @cached_property
     def _chooses_tokens(self) -> bool:
         """Whether the tokens of this batch are chosen without SGLang's sampler."""
-        is_greedy = self._batch.sampling_info.is_all_greedy and not is_adjusted(self._batch)
-        return is_greedy or self._sampling_plan is not None
+        return self._is_greedy or self._sampling_plan is not None
+
+    @cached_property
+    def _is_greedy(self) -> bool:
+        """Whether every request takes the argmax of the logits as they are."""
+        return self._batch.sampling_info.is_all_greedy and not is_adjusted(self._batch)
 
     def request_ids(self) -> list[str]:
         return [req.rid for req in self._batch.reqs]
@@ -243,7 +247,7 @@ class BatchHost:
     def verify_block(
         self, context: DraftContext, block: DraftBlock, plan: SamplingPlan | None
     ) -> TargetOutput:
-        runtime, batch = self._runtime, self._batch
+        runtime = self._runtime
         if not self._is_planned:
             self._plan_verify(block)
         elif runtime.plan_stream is not None:
@@ -254,28 +258,28 @@ class BatchHost:
             is_verify=True,
             skip_attn_backend_init=True,
         )
-        self._graph = graph = runtime.verify_graphs.outputs_of(self.target_result)
+        self._graph = runtime.verify_graphs.outputs_of(self.target_result)
         output = self.target_result.logits_output
         features = self._used_rows(block, output)
-        choices = None
-        if block.shared is not None:
-            if plan is None and graph is not None:
-                choices = graph.choices[: block.num_rows]
-        elif plan is None:
-            choices = runtime.row_sampler.choose(
-                batch,
-                output,
-                context,
-                block,
-                greedy=None if graph is None else graph.choices,
-                grammar_barrier=self._grammar_barrier,
-            )
+        choices = self._choices(context, block, output) if plan is None else None
         return TargetOutput(
             features=features,
             choices=choices,
             logits=output.next_token_logits if choices is None else None,
             logit_cap=runtime.verify_head.cap,
         )
+
+    def _choices(self, context: DraftContext, block: DraftBlock, output: Any) -> Tensor | None:
+        """Return the target's token after each row; None if the argmax is still to be taken."""
+        if not self._is_greedy:
+            sampler = self._runtime.row_sampler
+            return sampler.choose(
+                self._batch, output, context, block, grammar_barrier=self._grammar_barrier
+            )
+        if self._graph is None:
+            return None
+        choices = self._graph.choices[: block.num_rows]
+        return choices if block.shared is not None else choices.view(block.token_ids.shape)
 
     @staticmethod
     def _used_rows(block: DraftBlock, output: Any) -> Tensor:
