@@ -2,8 +2,8 @@
 
 A server takes a minute to start and leaves the GPU idle meanwhile, so `--side-by-side` starts
 several together. Each is measured while the others are idle (`--sleep-on-idle`: otherwise SGLang's
-scheduler busy-polls a core). Each keeps to cores of its own: how fast a scheduler runs depends on
-what else its core does, its other hyperthread included.
+scheduler busy-polls a core). All keep to the same cores, and this process to others: how fast a
+scheduler runs depends on what else its core does, its other hyperthread included.
 """
 
 from __future__ import annotations
@@ -124,20 +124,21 @@ def serve_all(
             stop(key, running.pop(key))
 
 
-def core_shares(count: int) -> list[set[int]]:
-    """Split the cores that this process may use into shares for `count` servers and itself, in this
-    order. Hyperthreads of a core stay together. All use all cores if those are too few, or if there
-    is only one server, which a user would not bind to cores either."""
+def split_cores(count: int) -> tuple[set[int], set[int]]:
+    """Return the cores for `count` servers, and those for this process: one in four. Hyperthreads
+    of a core stay together. There is no split of fewer cores, or for a single server, which a user
+    would not bind to cores either."""
     allowed = os.sched_getaffinity(0)
     cores: dict[str, set[int]] = {}
     for thread in sorted(allowed):
         siblings = Path(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list")
         name = siblings.read_text() if siblings.exists() else str(thread)
         cores.setdefault(name, set()).add(thread)
-    shares = count + 1
-    if count == 1 or len(cores) < shares:
-        return [allowed] * shares
-    return [set().union(*list(cores.values())[share::shares]) for share in range(shares)]
+    own = len(cores) // 4
+    if count == 1 or not own:
+        return allowed, allowed
+    ours = set().union(*list(cores.values())[-own:])
+    return allowed - ours, ours
 
 
 @contextlib.contextmanager
@@ -164,17 +165,17 @@ def serve_together(
     """
     running: dict[Key, ServerProcess] = {}
     failed: dict[Key, RuntimeError] = {}
-    shares = core_shares(len(starts))
+    theirs, ours = split_cores(len(starts))
     try:
-        for share, (key, start) in zip(shares, starts.items(), strict=False):
-            with on_cores(share):
+        with on_cores(theirs):
+            for key, start in starts.items():
                 running[key] = start()
         for key, server in running.items():
             try:
                 server.wait(timeout_s=timeout_s)
             except RuntimeError as error:
                 failed[key] = error
-        with on_cores(shares[-1]):
+        with on_cores(ours):
             yield running, failed
     finally:
         for key, server in running.items():

@@ -48,17 +48,30 @@ def test_a_pair_that_does_not_fit_together_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("threads", "servers", "shares"),
+    ("threads", "servers", "ours"),
     [
         # two hyperthreads a core
-        (16, 3, [{0, 1, 8, 9}, {2, 3, 10, 11}, {4, 5, 12, 13}, {6, 7, 14, 15}]),
-        (16, 1, [set(range(16))] * 2),
-        (4, 4, [set(range(4))] * 5),
+        (16, 3, {12, 13, 14, 15}),
+        (16, 4, {12, 13, 14, 15}),
+        (8, 2, {6, 7}),
     ],
 )
-def test_each_server_has_cores_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, threads: int, servers: int, shares: list[set[int]]
+def test_servers_have_the_same_cores_and_their_client_others(
+    monkeypatch: pytest.MonkeyPatch, threads: int, servers: int, ours: set[int]
 ) -> None:
+    have_threads(monkeypatch, threads)
+    assert sharing.split_cores(servers) == (set(range(threads)) - ours, ours)
+
+
+@pytest.mark.parametrize(("threads", "servers"), [(16, 1), (6, 4)])
+def test_few_cores_and_those_of_a_single_server_are_not_split(
+    monkeypatch: pytest.MonkeyPatch, threads: int, servers: int
+) -> None:
+    have_threads(monkeypatch, threads)
+    assert sharing.split_cores(servers) == (set(range(threads)), set(range(threads)))
+
+
+def have_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     def siblings(path: Path) -> str:
         core = int(path.parts[5].removeprefix("cpu")) // 2 * 2
         return f"{core}-{core + 1}\n"
@@ -66,7 +79,6 @@ def test_each_server_has_cores_of_its_own(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(threads)))
     monkeypatch.setattr(Path, "exists", lambda _path: True)
     monkeypatch.setattr(Path, "read_text", siblings)
-    assert sharing.core_shares(servers) == shares
 
 
 def test_a_process_keeps_to_its_cores_and_ours_gets_all_back() -> None:
