@@ -5,7 +5,7 @@
 
 Each system serves alone, with the same prompts. Decode rates come from the difference between two
 output lengths, so that prefill and start-up cancel out. Writes OUT.json (command, commit, versions,
-GPU), OUT.md (the table) and OUT.png (speed-up over requests) after each system; rerunning the
+GPU), OUT.md (the table) and OUT.png (speed-up over requests) after each batch; rerunning the
 command measures what is missing. `--picture OUT.json` rewrites table and plot. Unknown arguments
 are passed to the servers. Without a GPU, launch/cpu.sh starts them.
 
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,15 +143,28 @@ def batches(options: argparse.Namespace) -> list[tuple[int, int]]:
     ]
 
 
-def run_system(system: str, options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+def run_system(
+    system: str,
+    options: argparse.Namespace,
+    found: dict[str, Any],
+    *,
+    on_batch: Callable[[], None],
+    progress: Progress,
+) -> None:
+    """Add to `found` the batches of one system that it lacks."""
+    missing = missing_batches(found, options)
     server = serve(system, options)
     try:
         server.wait()
         say(f"{system}: ready after {server.start_s:.0f} s")
-        attention = systems.backends_in_use(server.info())
-        points: list[dict[str, Any]] = []
-        splits: list[dict[str, Any]] = []
-        for context, num_requests in batches(options):
+        found.setdefault("start_s", server.start_s)
+        found["command"] = server.command[3:]
+        found["attention"] = systems.backends_in_use(server.info())
+        state = server.state()
+        if torch.cuda.is_available() and "memory_usage" in state:
+            found["memory_gb"] = systems.memory_by_part(state, server.log())
+        for context, num_requests in missing:
+            points = []
             for sampling in options.sampling:
                 point = measure(server, num_requests, context, sampling, options)
                 shown = {k: v for k, v in point.items() if k != "output_ids"}
@@ -161,17 +175,19 @@ def run_system(system: str, options: argparse.Namespace, progress: Progress) -> 
                 # a failed trace must not lose the measurements
                 try:
                     keep = options.logs and options.logs / system
-                    splits.append(profile(num_requests, context, options, keep=keep))
+                    traced = profile(num_requests, context, options, keep=keep)
+                    found.setdefault("gpu_time", []).append(traced)
                 except (RuntimeError, requests.RequestException, SystemExit) as error:
                     say(f"no trace: {error}")
-        found: dict[str, Any] = {"start_s": server.start_s, "command": server.command[3:]}
-        found |= {"attention": attention, "points": points}
-        state = server.state()
-        if torch.cuda.is_available() and "memory_usage" in state:
-            found["memory_gb"] = systems.memory_by_part(state, server.log())
-        return found | ({"gpu_time": splits} if splits else {})
+            found.setdefault("points", []).extend(points)
+            on_batch()
     finally:
         systems.stop_server(server, options.logs, system)
+
+
+def missing_batches(found: dict[str, Any], options: argparse.Namespace) -> list[tuple[int, int]]:
+    measured = {(point["context"], point["requests"]) for point in found.get("points", ())}
+    return [batch for batch in batches(options) if batch not in measured]
 
 
 def compare_outputs(results: dict[str, Any]) -> dict[str, Any]:
@@ -233,20 +249,27 @@ def main() -> None:
         result_files.rewrite(options.picture, table, draw)
         return
     results = earlier(options)
+
+    def keep() -> None:
+        if options.out:
+            write(finding(results, options), options.out)
+
     each = len(batches(options)) * len(options.sampling)
     with Progress(len(options.systems) * each, "points") as progress:
         for done, system in enumerate(options.systems, start=1):
-            if system in results:
+            found = results.setdefault(system, {})
+            missing = len(missing_batches(found, options)) * len(options.sampling)
+            progress.reach(done * each - missing)
+            if not missing:
                 path = result_files.result_file(options.out, ".json")
                 say(f"{system}: already measured, see {path}")
-            else:
-                try:
-                    results[system] = run_system(system, options, progress)
-                except (RuntimeError, requests.RequestException) as error:
-                    say(f"{system}: {error}")
-                    results[system] = {"error": str(error)[-2000:]}
-                if options.out:
-                    write(finding(results, options), options.out)
+                continue
+            try:
+                run_system(system, options, found, on_batch=keep, progress=progress)
+            except (RuntimeError, requests.RequestException) as error:
+                say(f"{system}: {error}")
+                found["error"] = str(error)[-2000:]
+                keep()
             progress.reach(done * each)
     print(table(results))
     for what, equal in compare_outputs(results).items():
@@ -264,7 +287,7 @@ def finding(results: dict[str, Any], options: argparse.Namespace) -> dict[str, A
 
 
 def earlier(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the systems already measured by the same command at the same commit."""
+    """Return what was already measured by the same command at the same commit."""
     path = options.out and result_files.result_file(options.out, ".json")
     if not path or not path.exists():
         return {}
@@ -275,7 +298,9 @@ def earlier(options: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(
             f"{path} was measured differently: {', '.join(differing)} differ. Pass another --out."
         )
-    return {name: r for name, r in found["results"].items() if "error" not in r}
+    for result in found["results"].values():
+        result.pop("error", None)
+    return found["results"]
 
 
 def write(found: dict[str, Any], out: Path) -> None:

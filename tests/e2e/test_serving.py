@@ -48,15 +48,20 @@ def test_systems_are_measured_and_compared_and_a_cut_run_is_taken_up(tmp_path: P
         assert [p["requests"] for p in result["points"]] == [1, 3]
         assert all(p["tokens_per_s"] > 0 for p in result["points"])
 
-    # as if interrupted before our system: only that one is measured again, and still compared
-    del found["results"]["ours"]
-    found["results"]["plain"]["points"][0]["tokens_per_s"] = 12345.0
+    # as if interrupted during our last batch: only that one is measured again, and still compared
+    del found["results"]["ours"]["points"][1]
+    found["results"]["ours"]["error"] = "connection refused"
+    for result in found["results"].values():
+        result["points"][0]["tokens_per_s"] = 12345.0
     out.with_suffix(".json").write_text(json.dumps(found))
     ran = run(*arguments)
     assert ran.status == 0, ran.output
     again = json.loads(out.with_suffix(".json").read_text())
-    assert set(again["results"]) == {"plain", "ours"}
     assert again["results"]["plain"] == found["results"]["plain"]
+    ours = again["results"]["ours"]
+    assert "error" not in ours
+    assert [p["requests"] for p in ours["points"]] == [1, 3]
+    assert ours["points"][0] == found["results"]["ours"]["points"][0]
     assert again["agreement_with_plain"]["ours, 3 requests of 32"] == "3 of 3 equal"
 
     # results of another command must not be mixed with these
