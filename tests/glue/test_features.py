@@ -98,6 +98,13 @@ class Pair(nn.Module):
         return whole * 2, whole
 
 
+class PairAndMore(Pair):
+    """As in DeepSeek: the experts' choice goes to the next layer, too."""
+
+    def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, ...]:
+        return (*super().forward(hidden, residual), torch.zeros(7))
+
+
 class Whole(nn.Module):
     """A layer that returns the whole residual stream, in memory that the next one writes to."""
 
@@ -122,18 +129,18 @@ class Toy(nn.Module):
         residual = None
         for layer in self.layers[:layers]:
             output = layer(hidden, residual)
-            hidden, residual = output if isinstance(output, tuple) else (output, None)
+            hidden, residual = output[:2] if isinstance(output, tuple) else (output, None)
         return self.logits_processor(None, hidden, None, None)
 
 
-@pytest.mark.parametrize(("layer", "expected"), [(Pair, [3.0, 27.0]), (Whole, [3.0, 27.0])])
-def test_hooks_capture_the_residual_stream(layer: type[nn.Module], expected: list[float]) -> None:
+@pytest.mark.parametrize("layer", [Pair, PairAndMore, Whole])
+def test_hooks_capture_the_residual_stream(layer: type[nn.Module]) -> None:
     model = Toy(layer)
     FeatureHooks(model, [0, 2])
     # twice: a pass must not see the features of the one before
     for _ in range(2):
         found = model(torch.ones(2, 4))["aux_hidden_states"]
-        assert [float(each[0, 0]) for each in found] == expected
+        assert [float(each[0, 0]) for each in found] == [3.0, 27.0]
 
 
 def test_layers_that_do_not_run_are_told() -> None:

@@ -205,7 +205,8 @@ def leave_gemma_layer(hidden_states: Tensor, forward_batch: Any) -> Any:
 def residual_stream(output: Any, forward_batch: Any) -> Tensor:
     """Return the residual stream after a layer, from what the layer returns, in memory of its own:
     the next layer may write to the output's."""
-    hidden, residual = output if isinstance(output, tuple) else (output, None)
+    # some layers also return what the next one is to reuse
+    hidden, residual, *_ = (*output, None) if isinstance(output, tuple) else (output, None)
     if getattr(hidden, "_sglang_needs_allreduce_fusion", False):
         raise ValueError(
             "The target's layers leave their all-reduce to the next layer, fused with its norm, "

@@ -208,8 +208,9 @@ def leave_gemma_layer(hidden_states: Tensor, forward_batch: Any) -> Any:
 def residual_stream(output: Any, forward_batch: Any) -> Tensor:
     """Return the residual stream after a layer, from what the layer returns, in memory of its own:
     the next layer may write to the output's."""
+    # some layers also return what the next one is to reuse
+    hidden, residual, *_ = (*output, None) if isinstance(output, tuple) else (output, None)
     if forward_batch is not None and forward_batch.residual_stream is not None:
         # what is left to add, or to sum over ranks, is in the batch
-        return compat.stream_snapshot(output, forward_batch)
-    hidden, residual = output if isinstance(output, tuple) else (output, None)
+        return compat.stream_snapshot(hidden, forward_batch)
     return hidden.clone() if residual is None else hidden + residual
