@@ -40,7 +40,7 @@ CARDS_GIB = {size: CARDS[name].gib for size, name in BY_SIZE.items()}
 # weights that every rank holds whole, by name
 REPLICATED = re.compile(
     r"norm|(^|\.)(fc|gate|router|scale|layer_scalar)(\.|$)|vision|visual|audio|projector"
-    r"|(^|\.)(attention_conv|mlp_conv|candidate_selector)\."
+    r"|(^|\.)(attention_conv|mlp_conv|candidate_selector|q_a_proj|kv_a_proj_with_mqa)\."
 )
 KEYS_AND_VALUES = re.compile(r"\.(k_proj|v_proj)\.")
 # of a value in the KV cache, where it is not the model's own type
@@ -191,6 +191,10 @@ def kv_heads(text: Any) -> dict[str, int]:
 
 def kv_bytes_per_token(text: Any, ranks: int) -> dict[str, int]:
     """Return the bytes of bf16 KV per token on one rank, for each type of layer."""
+    if latent_dim := getattr(text, "kv_lora_rank", None):
+        # MLA: a latent for all heads, and the rotated part of the keys, which every rank has
+        size = (latent_dim + text.qk_rope_head_dim) * BYTES
+        return {kind: size * _kinds(text).count(kind) for kind in _kinds(text)}
     plain_dim = _first(text, "head_dim") or text.hidden_size // text.num_attention_heads
     dims = {
         "full_attention": _first(text, "global_head_dim") or plain_dim,

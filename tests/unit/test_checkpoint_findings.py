@@ -12,7 +12,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from sglang_dflash.__main__ import main
-from sglang_dflash.commands.memory_plan import in_files, kv_heads, weight_files
+from sglang_dflash.commands.memory_plan import (
+    in_files,
+    kv_bytes_per_token,
+    kv_heads,
+    on_one_rank,
+    weight_files,
+)
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 
 PAIR = ["--model-path", str(tiny_target()), "--speculative-draft-model-path", str(tiny_drafter())]
@@ -65,6 +71,21 @@ def test_a_layer_type_that_the_plan_does_not_count_is_named(
         shown = capsys.readouterr().out
         assert f"note  memory: not checked: the memory plan counts KV of {told}\n" in shown
         assert "\nlaunch\n" in shown and "\nmemory plan\n" not in shown
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_latents_of_mla_are_counted_and_every_rank_has_them(ranks: int) -> None:
+    """DeepSeek V3 has 128 KV heads in its config, and 70 KB of KV per token."""
+    config = SimpleNamespace(
+        num_hidden_layers=61,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+    )
+    assert kv_bytes_per_token(config, ranks) == {"full_attention": 61 * (512 + 64) * 2}
+    sizes = {f"model.layers.0.self_attn.{name}.weight": 800 for name in ("q_a_proj", "q_b_proj")}
+    assert on_one_rank(sizes, ranks, heads=128) == 800 + 800 // ranks
 
 
 def sharded(folder: Path) -> Path:
