@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
     GptOssConfig,
@@ -51,6 +53,8 @@ CLASSES = {
     "gpt-oss": GptOssForCausalLM,
     # its SGLang class has no method to capture features
     "granite": GraniteForCausalLM,
+    # MLA: KV are latents, with one head for all queries; Kimi K2's class, too
+    "deepseek": DeepseekV3ForCausalLM,
     "qwen3-next": Qwen3NextForCausalLM,
     "qwen3.5": Qwen3_5ForCausalLM,
 }
@@ -99,6 +103,31 @@ YARN: dict[str, Any] = {
     "beta_slow": 1.0,
     "truncate": False,
     "original_max_position_embeddings": 256,
+}
+# the first layer is dense; the last three keys are SGLang's, not transformers'
+DEEPSEEK: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_routed_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {
+        **YARN,
+        "rope_theta": 10000.0,
+        "truncate": True,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
 }
 # Gemma 4's sliding and full layers have different heads
 HEAD_DIM, GLOBAL_HEAD_DIM = 32, 64
@@ -289,6 +318,8 @@ def hf_config(family: str) -> PreTrainedConfig:
             moe_intermediate_size=64,
             norm_topk_prob=True,
         )
+    if family == "deepseek":
+        return DeepseekV3Config(**{**COMMON, **DEEPSEEK}, tie_word_embeddings=False)
     if family == "granite":
         return GraniteConfig(
             **COMMON,

@@ -99,15 +99,22 @@ class CpuAttention(compat.AttentionBackend):
             where = forward_batch.out_cache_loc
             pool.set_kv_buffer(layer, compat.KVWriteLoc(where, self._swa_out), k, v)
         keys, values = pool.get_kv_buffer(layer.layer_id)
+        if is_expanded := layer.qk_head_dim != keys.shape[-1]:
+            # MLA without a prefix: the pool has the latents of these keys
+            assert k is not None and v is not None
+            keys, values = (x.view(len(x), layer.tp_k_head_num, -1) for x in (k, v))
         in_swa = self._has_swa and pool.layers_mapping[layer.layer_id][1]
         query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = query.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         for rows in self._rows:
+            slots = rows.swa_slots if in_swa and rows.swa_slots is not None else rows.slots
+            if is_expanded:
+                slots = torch.arange(rows.tokens.start, rows.tokens.stop)[None]
             out[rows.tokens] = reference.paged_attention(
                 query[rows.tokens].unflatten(0, rows.positions.shape),
                 keys,
                 values,
-                rows.swa_slots if in_swa and rows.swa_slots is not None else rows.slots,
+                slots,
                 rows.kv_lens,
                 rows.positions,
                 scale=layer.scaling,
