@@ -137,10 +137,16 @@ def check_compared(server: Server) -> dict[str, str]:
 
 
 def check_exact(
-    server: Server, prompts: list[Tokens], wanted: dict[str, list[Tokens]], script: Path
+    server: Server,
+    prompts: list[Tokens],
+    wanted: dict[str, list[Tokens]],
+    script: Path,
+    *,
+    has_widths: bool = True,
 ) -> dict[str, str]:
     """Compare a server's answers with plain decoding's, alone and batched, whatever is drafted and
-    however wide it verifies: as the policy chooses, full blocks, and widths that change."""
+    however wide it verifies: as the policy chooses, full blocks and, if it `has_widths`, those that
+    change."""
     checks = Checks()
     greedy = wanted["greedy"]
     sequences = [prompt + answer for prompt, answer in zip(prompts, greedy, strict=True)]
@@ -162,9 +168,10 @@ def check_exact(
     answers = ask(server, prompts, [KINDS["greedy"]] * len(prompts), rids)
     checks.equal("drafts known to be right", tokens(answers), greedy)
     checks.add("as many steps as drafts allow", _wrong_steps(answers))
-    widths.give(script / WIDTHS_FILE, *CHANGING_WIDTHS)
-    compare(["greedy"] * len(prompts), "right drafts, changing widths", rids)
-    compare(kinds, "all kinds in one batch, changing widths")
+    if has_widths:
+        widths.give(script / WIDTHS_FILE, *CHANGING_WIDTHS)
+        compare(["greedy"] * len(prompts), "right drafts, changing widths", rids)
+        compare(kinds, "all kinds in one batch, changing widths")
     widths.give(script / WIDTHS_FILE)
     for name, params in {"sampled": COLD, "top_k": COLD | TOP_K}.items():
         cold = tokens(ask(server, prompts, [params] * len(prompts), None))
@@ -200,14 +207,21 @@ def check_answers(server: Server, prompts: list[Tokens], script: Path) -> dict[s
     return checks.found
 
 
-def check_worker(server: Server, expected: dict[str, Any]) -> dict[str, str]:
-    """Check that our worker answers, with the requested kernels and schedule."""
+def check_worker(
+    server: Server, expected: dict[str, Any], *, falls_back: bool = False
+) -> dict[str, str]:
+    """Check that our worker answers, with the requested kernels and schedule, and whether SGLang's
+    kernel verifies, where ours cannot."""
     ours = server.state().get("sglang_dflash")
     if ours is None:
         return {"our worker": "SGLang's own DFLASH answers"}
     checks = Checks()
     fallback = "SGLang's prefill kernel runs verify attention" in server.log()
-    checks.add("no layer falls back to SGLang's kernel", "one does" if fallback else None)
+    if falls_back:
+        wrong = None if fallback else "ours runs, or the log does not tell"
+        checks.add("SGLang's kernel verifies, as told", wrong)
+    else:
+        checks.add("no layer falls back to SGLang's kernel", "one does" if fallback else None)
     for name, value in expected.items():
         wrong = f"is {ours.get(name)!r}, not {value!r}"
         checks.add(f"our worker, {name}", None if ours.get(name) == value else wrong)

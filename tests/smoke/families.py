@@ -36,6 +36,14 @@ SMALL_GEMMA: dict[str, Any] = {
     "num_global_key_value_heads": 2,
     "vocab_size_per_layer_input": 2048,
 }
+SMALL_MLA: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
 SMALL_LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -51,12 +59,19 @@ FP32: dict[str, Any] = {
     "eos_token_id": 1,
     "num_experts": 8,
     "num_local_experts": 8,
+    "n_routed_experts": 8,
     "top_k_experts": 2,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
+    # SGLang's Triton kernels have no room for the keys of real latents in fp32
+    "kv_lora_rank": 128,
 }
 # in bf16, all sizes are real but these, for the same reason
-FEWER_EXPERTS: dict[str, Any] = {"num_experts": 16, "num_local_experts": 16}
+FEWER_EXPERTS: dict[str, Any] = {
+    "num_experts": 16,
+    "num_local_experts": 16,
+    "n_routed_experts": 16,
+}
 # experts in bf16: MXFP4 would have no exact counterpart. In fp32, windows are longer than any
 # sequence: SGLang's plain decoding reads one key fewer than a window holds. Its class takes the
 # dtype from here
@@ -135,6 +150,50 @@ GRANITE: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+# DeepSeek V3, whose class Kimi K2 shares: the heads of one rank of eight, over narrower layers
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "moe_intermediate_size": 1408,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-06,
+    "vocab_size": 129280,
+    "dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 # as most GPTQ checkpoints are published, and those in compressed-tensors' FP8-dynamic scheme
 GPTQ: dict[str, Any] = {
     "quant_method": "gptq",
@@ -193,6 +252,12 @@ class Family:
     def has_experts(self) -> bool:
         return self.name.endswith("moe") or self.is_gpt_oss
 
+    @property
+    def has_mla(self) -> bool:
+        """Whether SGLang's kernel verifies, which takes full blocks: its keys are too wide for
+        ours."""
+        return "kv_lora_rank" in self.own
+
     def write_target(self, folder: Path, *, fp32: bool, small: bool = False) -> Path:
         """Write the target's config and return its folder."""
         config = {**(self.own or _read(self.shapes)), "num_hidden_layers": NUM_LAYERS}
@@ -208,6 +273,7 @@ class Family:
         if small:
             config |= SMALL | (SMALL_GEMMA if self.is_gemma else {})
             config |= SMALL_LINEAR if self.has_states else {}
+            config |= SMALL_MLA if self.has_mla else {}
         return _write(config, folder)
 
     def write_drafter(self, folder: Path, *, fp32: bool, small: bool = False) -> Path:
@@ -248,6 +314,7 @@ FAMILIES = [
     Family("qwen3-gptq", "qwen3-8b", quantisation=GPTQ),
     Family("llama-fp8", "llama-3.1-8b", quantisation=FP8),
     Family("granite", "qwen3-8b", GRANITE),
+    Family("deepseek-moe", "qwen3-8b", DEEPSEEK),
 ]
 
 

@@ -148,7 +148,8 @@ def expected_worker(family: Family, name: str, *, small: bool, seeded: bool) -> 
         "layers": f"sglang_dflash.{ops}" if family.is_gemma else "sglang",
     }
     if not small and not seeded:
-        found["verify_attention"] = "sglang_dflash.verify_attention"
+        if not family.has_mla:
+            found["verify_attention"] = "sglang_dflash.verify_attention"
         found["draft_attention_backend"] = "fa4" if name == "deployed" else "triton"
         is_fp8 = name == "deployed" and family.has_fp8_drafter
         found["draft_weights"] = "fp8" if is_fp8 else "as released"
