@@ -19,6 +19,7 @@ from sglang_dflash.types import (
     DraftBlock,
     DraftContext,
     Proposal,
+    Randomness,
     RowShare,
     SampledDrafts,
     SamplingPlan,
@@ -44,14 +45,15 @@ def draft(
 
     The drafter always sees the full block it was trained on. With a width of 1 it does not run.
     """
+    if width == 1:
+        randomness = buffers.randomness.draw(plan)
+        return propose_anchors(host, ops, context, randomness, buffers=buffers, config=config)
     requests = context.anchors.shape[0]
     build = partial(_build, host, ops, context, config)
     block = build(buffers.verified.block(requests, width))
     if share is None:
         host.plan_verify(block)
     randomness = buffers.randomness.draw(plan)
-    if width == 1:
-        return Proposal(block, None if randomness is None else SampledDrafts.none(randomness))
     masked = block
     if width < config.block_size:
         masked = build(buffers.drafted.block(requests, config.block_size))
@@ -75,6 +77,21 @@ def draft(
     bounds = ops.share_rows(sure, share.offsets, share.slopes, share.num_rows)
     host.agree(bounds)
     return Proposal(pack_rows(ops, block, bounds, share.num_rows, buffers), drafts, sure)
+
+
+def propose_anchors(
+    host: Host,
+    ops: Ops,
+    context: DraftContext,
+    randomness: Randomness | None,
+    *,
+    buffers: StepBuffers,
+    config: DFlashConfig,
+) -> Proposal:
+    """Return the anchors without drafts, with which to sample the token after them."""
+    block = buffers.verified.block(context.anchors.shape[0], 1)
+    host.plan_verify(_build(host, ops, context, config, block))
+    return Proposal(block, None if randomness is None else SampledDrafts.none(randomness))
 
 
 def _build(

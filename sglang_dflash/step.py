@@ -10,7 +10,7 @@ from sglang_dflash.accept import accept, decide, together
 from sglang_dflash.buffers import StepBuffers
 from sglang_dflash.commit import commit_step, write_features
 from sglang_dflash.config import DFlashConfig
-from sglang_dflash.draft import draft
+from sglang_dflash.draft import draft, propose_anchors
 from sglang_dflash.host import Host
 from sglang_dflash.kernels import Ops
 from sglang_dflash.policy import DraftPolicy
@@ -31,7 +31,6 @@ def undrafted_step(
     *,
     passes: int,
     buffers: StepBuffers,
-    policy: DraftPolicy,
     config: DFlashConfig,
 ) -> Commit:
     """Generate a token in each of several passes of one row per request, as plain decoding does,
@@ -42,24 +41,17 @@ def undrafted_step(
     """
     host.mark()
     plan = host.sampling_plan()
+    randomness = buffers.randomness.draw(plan)
     host.mark()
     commits: list[Commit] = []
     for _ in range(passes):
         if commits:
             context = replace(context, anchors=commits[-1].bonus, lens=commits[-1].new_lens)
             host.begin_pass(context.lens)
-        proposal = draft(
-            host,
-            ops,
-            context,
-            plan,
-            width=1,
-            share=None,
-            confidence=None,
-            buffers=buffers,
-            policy=policy,
-            config=config,
-        )
+            if randomness is not None:
+                # new noise; uniforms are for drafts, and the scales stay
+                randomness.keys.random_()
+        proposal = propose_anchors(host, ops, context, randomness, buffers=buffers, config=config)
         target = verify(host, context, proposal.block, plan)
         verdict = decide(ops, plan, proposal, target)
         host.agree(*verdict.decisions())

@@ -145,7 +145,6 @@ def test_a_step_of_several_passes_commits_a_token_in_each() -> None:
         context,
         passes=3,
         buffers=StepBuffers(max_requests=4, block_size=B, device="cpu"),
-        policy=DraftPolicy(4, "cpu"),
         config=config(),
     )
     assert commit.lens.tolist() == [3, 3]

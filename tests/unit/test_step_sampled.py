@@ -138,7 +138,6 @@ class SamplingHost:
             DraftContext(anchors=zeros, lens=zeros + 5, request_rows=torch.arange(REQUESTS)),
             passes=passes,
             buffers=StepBuffers(max_requests=REQUESTS, block_size=B, device="cpu"),
-            policy=DraftPolicy(REQUESTS, "cpu"),
             config=config(),
         )
 

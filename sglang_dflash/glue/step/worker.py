@@ -358,8 +358,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             may_repeat=host.may_repeat,
         )
         self.runtime.comparison.begin(host.request_ids, context, choice, share)
-        how: dict[str, Any] = {"buffers": self.runtime.buffers, "policy": self.policy}
-        how["config"] = self.config
+        how: dict[str, Any] = {"buffers": self.runtime.buffers, "config": self.config}
         if choice.passes > 1:
             commit = undrafted_step(host, self.ops, context, passes=choice.passes, **how)
         else:
@@ -369,6 +368,7 @@ class DFlashWorker(compat.BaseSpecWorker):
                 context,
                 width=choice.width,
                 share=share,
+                policy=self.policy,
                 simulation=self.simulation,
                 **how,
             )
