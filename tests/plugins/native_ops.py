@@ -31,9 +31,10 @@ def activate() -> None:
         set_fused_op_backend(KernelBackend.TORCH)
         _prefill_linear_attention_in_torch()
     # as in a CPU server: experts with any activation, Gemma 4's router with its scale
-    from sglang_dflash.glue.cpu import experts
+    from sglang_dflash.glue.cpu import experts, norms
 
     experts.install()
+    norms.install_router_norm()
     _shrink_attention_tiles()
 
 

@@ -112,7 +112,7 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     "startup/recurrent_targets.py:compat.mamba_state_dtype(None)": ("MambaStateDType",),
     "cpu/linear_attention.py:caches": ("SpeculativeState",),
     "cpu/linear_attention.py:norm": ("FusedRMSNormGated", "GatedLayerNorm"),
-    "cpu/experts.py:norm": ("Gemma4RMSNorm",),
+    "cpu/norms.py:norm": ("Gemma4RMSNorm",),
     "cpu/experts.py:method": ("UnquantizedFusedMoEMethod",),
     "cpu/experts.py:layer": ("FusedMoE",),
     "cpu/experts.py:chosen": ("StandardTopKOutput",),

@@ -12,17 +12,13 @@ from sglang_dflash.glue.changes import Hook
 
 
 def install() -> None:
-    """Make experts run on a CPU with any activation, shared ones, too, and Gemma 4's router with
-    its scale."""
+    """Make experts run on a CPU with any activation, shared ones, too."""
     changes.attach(
         {
             "unquantized_experts": Hook(
                 _run_in_torch, "supports any activation of the experts, and experts of other ranks"
             ),
             "add_shared_expert": Hook(_add_shared_expert, "its kernel needs a GPU"),
-            "gemma4_norm": Hook(
-                _norm_with_folded_scale, "a router's norm applies its folded scale"
-            ),
         }
     )
 
@@ -59,10 +55,3 @@ def _add_shared_expert(
 ) -> None:
     """Add the output of the expert that all tokens share, gated, to that of the others."""
     experts.add_((hidden @ gate).sigmoid()[:, None] * shared)
-
-
-def _norm_with_folded_scale(original: Any, norm: Any, x: Tensor) -> Tensor:
-    """Apply the weight of a norm without a learned scale, as the kernel does: it is ones, or the
-    router's folded scale, which the original ignores."""
-    rows = original(norm, x)
-    return rows if norm.with_scale else (rows * norm.weight).type_as(x)

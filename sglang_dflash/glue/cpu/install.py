@@ -13,11 +13,18 @@ from sglang_dflash.glue.changes import Hook
 
 
 def install_if_cpu() -> None:
-    """In CPU mode, install attention, GEMMs, experts and sampling, lift checks, and adapt
+    """In CPU mode, install attention, GEMMs, experts, norms and sampling, lift checks, and adapt
     streams, devices, child processes and threads."""
     if not Environment().is_cpu_mode:
         return
-    from sglang_dflash.glue.cpu import experts, linear_attention, products, quantised, sampling
+    from sglang_dflash.glue.cpu import (
+        experts,
+        linear_attention,
+        norms,
+        products,
+        quantised,
+        sampling,
+    )
     from sglang_dflash.glue.cpu.attention import CpuAttention
 
     attention = changes.register(
@@ -30,6 +37,7 @@ def install_if_cpu() -> None:
     if seams.chooses_snapshots:
         # otherwise such targets are refused
         linear_attention.install()
+    norms.install()
     products.install()
     quantised.install()
     sampling.install()
@@ -118,8 +126,10 @@ def _accept_torch_native(original: Any, server_args: Any) -> None:
 def _skip_absent_size(
     original: Any, model_config: Any, attr_name: str, intermediate_padding_size: int
 ) -> Any:
-    """Skip a size that the model does not have (dense Gemma 4: moe_intermediate_size)."""
-    for config in (model_config.hf_config, getattr(model_config.hf_config, "text_config", None)):
+    """Skip a size that the model does not have (dense Gemma 4: moe_intermediate_size). Also called
+    with the config of a vision tower itself."""
+    whole = getattr(model_config, "hf_config", model_config)
+    for config in (whole, getattr(whole, "text_config", None)):
         if config is not None and getattr(config, attr_name, 0) is None:
             return model_config
     return original(model_config, attr_name, intermediate_padding_size)

@@ -64,7 +64,14 @@ SYMBOLS: dict[str, Symbol] = {
         "fused_gate_sigmoid_mul_add",
         takes=names("hidden_states gate_weight shared_output final_hidden_states"),
     ),
+    # norms
     "gemma4_norm": Symbol("srt.layers.layernorm", "Gemma4RMSNorm.forward_native", takes=("x",)),
+    "minimax_squares": Symbol("srt.models.minimax_m2", "rms_sumsq_serial", takes=names("x1 x2")),
+    "minimax_norm": Symbol(
+        "srt.models.minimax_m2",
+        "rms_apply_serial",
+        takes=names("x1 x2 w1 w2 sum_sq tp_world eps"),
+    ),
     # quantised weights
     "compressed_dtypes": Symbol(
         "srt.layers.quantization.compressed_tensors.compressed_tensors",
