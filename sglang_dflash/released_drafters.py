@@ -116,14 +116,18 @@ RELEASED = (
         tested=FAMILIES,
     ),
     Released(names="z-lab Qwen3-4B-DFlash-b16, Qwen3-8B-DFlash-b16", target=QWEN3, tested=FAMILIES),
-    Released(names="z-lab Qwen3-Coder-30B-A3B-DFlash", target=QWEN3_MOE),
+    Released(names="z-lab Qwen3-Coder-30B-A3B-DFlash", target=QWEN3_MOE, tested=FAMILIES),
     Released(
         names="z-lab LLaMA3.1-8B-Instruct-DFlash-UltraChat",
         target=LLAMA,
         tested="tests/e2e/test_drafters.py",
     ),
-    Released(names="z-lab Qwen3.5-4B, 9B and 27B, Qwen3.6-27B", target=QWEN3_5),
-    Released(names="z-lab Qwen3.5-35B-A3B and 122B-A10B, Qwen3.6-35B-A3B", target=QWEN3_5_MOE),
+    Released(names="z-lab Qwen3.5-4B, 9B and 27B, Qwen3.6-27B", target=QWEN3_5, tested=FAMILIES),
+    Released(
+        names="z-lab Qwen3.5-35B-A3B and 122B-A10B, Qwen3.6-35B-A3B",
+        target=QWEN3_5_MOE,
+        tested=FAMILIES,
+    ),
     Released(names="z-lab Qwen3-Coder-Next", target=QWEN3_NEXT, tested=FAMILIES),
     Released(
         names="z-lab gpt-oss-20b-DFlash, gpt-oss-120b-DFlash",
@@ -131,7 +135,11 @@ RELEASED = (
         target=GPT_OSS,
         tested=FAMILIES,
     ),
-    Released(names="z-lab MiniMax-M2.5, M2.7; nvidia MiniMax-M2.7-DFlash", target=MINIMAX_M2),
+    Released(
+        names="z-lab MiniMax-M2.5, M2.7; nvidia MiniMax-M2.7-DFlash",
+        target=MINIMAX_M2,
+        tested=FAMILIES,
+    ),
     Released(names="z-lab Kimi-K2.5, Kimi-K2.6", unseen="gated"),
     Released(
         names="poolside Laguna",

@@ -21,14 +21,8 @@ from sglang_dflash.glue import seams
 from sglang_dflash.reference import Drafter, generate, generate_plain
 from sglang_dflash.testing.server import Server
 from tests.e2e.conftest import FULL_BLOCKS, SCRIPTED, start_together
-from tests.tiny_models import (
-    QUANTISED,
-    VOCAB,
-    load_target,
-    make_drafter,
-    make_gpt_oss_drafter,
-    make_target,
-)
+from tests.tiny_configs import QUANTISED, VOCAB
+from tests.tiny_models import load_target, make_drafter, make_gpt_oss_drafter, make_target
 
 NEW_TOKENS = 64
 LONG = 420  # tokens, of which 48 fit into a sliding window
@@ -112,11 +106,12 @@ class Family:
         )
 
 
-HYBRID = ("qwen3-next", "qwen3.5")
-FAMILIES = ["qwen2", "qwen3", "gemma4", "gemma4-moe", "gpt-oss", "granite", "deepseek"]
-FAMILIES += [*HYBRID, *QUANTISED]
-# covered by others: Qwen3's layers, experts, the same linear attention, and quantised weights
-LONG_FAMILIES = ("qwen2", "qwen3-next", "qwen3-awq")
+HYBRID = ("qwen3-next", "qwen3.5", "qwen3.5-vision", "qwen3.5-moe")
+FAMILIES = ["qwen2", "qwen3", "qwen3-moe", "gemma4", "gemma4-moe", "gpt-oss", "granite"]
+FAMILIES += ["deepseek", "minimax-m2", *HYBRID, *QUANTISED]
+# much of which others cover: layers of Qwen3, experts, linear attention, and quantised weights
+LONG_FAMILIES = ("qwen2", "qwen3-moe", "minimax-m2", "qwen3-next", "qwen3-awq")
+LONG_FAMILIES += ("qwen3.5-vision", "qwen3.5-moe")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

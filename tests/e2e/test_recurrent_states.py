@@ -19,7 +19,8 @@ from sglang_dflash.glue import seams
 from sglang_dflash.testing.server import SCHEDULES, Server
 from tests.e2e.conftest import SCRIPTED, start_together
 from tests.schedules import follows
-from tests.tiny_models import VOCAB, make_drafter, make_target
+from tests.tiny_configs import VOCAB
+from tests.tiny_models import make_drafter, make_target
 
 pytestmark = pytest.mark.skipif(
     not seams.chooses_snapshots, reason="refused with this release of SGLang"

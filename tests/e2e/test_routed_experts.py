@@ -15,7 +15,8 @@ import torch
 
 from sglang_dflash.testing.server import SCHEDULES, Server
 from tests.e2e.conftest import SCRIPTED, start_together
-from tests.tiny_models import VOCAB, make_gpt_oss_drafter, make_target
+from tests.tiny_configs import VOCAB
+from tests.tiny_models import make_gpt_oss_drafter, make_target
 
 EXPERTS = ("--enable-return-routed-experts", "--max-running-requests", "8")
 SHAPE = ("--skip-tokenizer-init", "--max-total-tokens", "4096", "--chunked-prefill-size", "128")

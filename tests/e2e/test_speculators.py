@@ -17,7 +17,8 @@ from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.reference import Drafter, generate
 from sglang_dflash.testing.server import Server
 from tests.e2e.conftest import FULL_BLOCKS, SCRIPTED
-from tests.tiny_models import VOCAB, load_target, make_speculators_drafter, make_target
+from tests.tiny_configs import VOCAB
+from tests.tiny_models import load_target, make_speculators_drafter, make_target
 
 NEW_TOKENS = 40
 PROMPT_LENS = (3, 70, 33)

@@ -18,7 +18,8 @@ import torch
 from sglang_dflash.reference import Drafter, generate, generate_plain
 from sglang_dflash.testing.server import SCHEDULES, Server
 from tests.e2e.conftest import FULL_BLOCKS, SCRIPTED, TWO_CORES, start_together
-from tests.tiny_models import VOCAB, load_target, make_drafter, make_target
+from tests.tiny_configs import VOCAB
+from tests.tiny_models import load_target, make_drafter, make_target
 
 NEW_TOKENS = 31  # one from prefill, then thirty
 PROMPT_LENS = (3, 70, 150, 64)

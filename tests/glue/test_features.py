@@ -19,7 +19,8 @@ from sglang_dflash.glue.startup.feature_capture import (
 from sglang_dflash.glue.startup.feature_hooks import FeatureHooks, find_layers
 from sglang_dflash.glue.startup.recurrent_targets import recurrent_config
 from sglang_dflash.glue.startup.server_args import describe_target
-from tests.tiny_models import HYBRIDS, hf_config, write_hybrid_config
+from tests.tiny_configs import HYBRIDS, hf_config
+from tests.tiny_models import write_hybrid_config
 
 
 def test_a_target_with_other_recurrent_layers_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from sglang_dflash.glue.models.own_head import OwnDraftHead
 from sglang_dflash.glue.startup.drafter_format import read_config
 from sglang_dflash.kernels import TORCH, Noise
 from tests.glue.test_draft_model import as_rank, build, checkpoint
-from tests.tiny_models import HIDDEN, VOCAB, make_speculators_drafter
+from tests.tiny_configs import HIDDEN, VOCAB
+from tests.tiny_models import make_speculators_drafter
 
 TOKENS = 300
 

@@ -16,9 +16,8 @@ from sglang_dflash.__main__ import main
 from sglang_dflash.config import DrafterSpec
 from sglang_dflash.dflash2_format import DFlash2
 from sglang_dflash.reference import Drafter
+from tests.tiny_configs import HIDDEN, VOCAB
 from tests.tiny_models import (
-    HIDDEN,
-    VOCAB,
     make_dflash2_drafter,
     make_drafter,
     make_speculators_drafter,

@@ -14,7 +14,7 @@ from sglang_dflash.__main__ import main
 from sglang_dflash.reference import Drafter
 from sglang_dflash.train.drafter_setup import read_drafter_config
 from tests.oracle_drafter import make_drafter
-from tests.tiny_models import hf_config
+from tests.tiny_configs import hf_config
 
 GOOD = {"mask_token_id": 3, "embedding": torch.arange(32.0)}
 

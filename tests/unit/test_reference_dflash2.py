@@ -20,7 +20,7 @@ from sglang_dflash.reference.rejection import BlockRule
 from sglang_dflash.train.drafter_setup import read_drafter_config
 from tests.oracle_drafter import CONFIG
 from tests.oracle_drafter import make_drafter as make_plain
-from tests.tiny_models import hf_config
+from tests.tiny_configs import hf_config
 from tests.unit.test_reference import make_target
 
 SETTINGS = DFlash2(conv_taps=3, conv_group_size=4, selector_rank=6, selector_top_k=5)

@@ -17,7 +17,8 @@ from sglang_dflash.drafter_config import FULL, SLIDING
 from sglang_dflash.reference import Drafter, DrafterConfig
 from sglang_dflash.reference.model import block_mask
 from sglang_dflash.train.drafter_setup import read_drafter_config
-from tests.tiny_models import HIDDEN, NUM_LAYERS, VOCAB, hf_config, make_speculators_drafter
+from tests.tiny_configs import HIDDEN, NUM_LAYERS, VOCAB, hf_config
+from tests.tiny_models import make_speculators_drafter
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.tiny_models import NUM_EXPERTS, VOCAB, load_target, make_target
+from tests.tiny_configs import NUM_EXPERTS, VOCAB
+from tests.tiny_models import load_target, make_target
 
 ROWS = 64
 BLOCK = 16
