@@ -31,6 +31,7 @@ def make_backend(**changes: Any) -> Any:
     backend = object.__new__(compat.TritonAttnBackend)
     settings = {
         "enable_deterministic": False,
+        "use_mla": False,
         "dcp_size": 1,
         # one or the other says that slots have the numbers that the scheduler gave them
         "_translate_kv_loc": None,
@@ -74,7 +75,17 @@ def test_our_kernel_serves_layers_that_it_has_tiles_for(install: Any) -> None:
     assert isinstance(backend.forward_extend.__self__, verify_backend.VerifyBackend)
 
 
-def test_mla_keeps_sglangs_kernel_and_the_reason_is_told(
+@pytest.mark.parametrize("latent", [LATENT, (16, 1, 192, 128)])
+def test_mla_keeps_sglangs_kernel_whatever_its_size(install: Any, latent: Shape) -> None:
+    """Our kernel reads values from a cache of their own, and would refuse each layer when it runs;
+    the widths and graphs for it were chosen long before."""
+    backend = make_backend(use_mla=True)
+    serves = install(make_runner(backend, latent, EXPANDED))
+    assert serves == "TritonAttnBackend: with MLA the values are a part of the keys"
+    assert "forward_extend" not in vars(backend)
+
+
+def test_heads_that_are_too_wide_keep_sglangs_kernel_and_the_reason_is_told(
     install: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If refused, such a target could not be served at all: our kernel has no switch."""

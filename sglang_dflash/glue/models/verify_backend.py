@@ -70,6 +70,8 @@ def _foreign_mode(backend: Any) -> str | None:
         return "deterministic inference needs its own kernel"
     if backend.dcp_size > 1:
         return "decode context parallelism shards the KV cache"
+    if backend.use_mla:
+        return "with MLA the values are a part of the keys"
     if seams.has_own_slot_numbers(backend):
         return "the unified memory pool has its own slot numbering"
     return None

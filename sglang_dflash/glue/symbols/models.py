@@ -103,7 +103,8 @@ SYMBOLS: dict[str, Symbol] = {
             cuda_graph_swa_out_cache_loc _verify_mask allow_bidirectional_attention_in_extend
             cuda_graph_kv_indices cuda_graph_window_kv_indices cuda_graph_window_kv_offsets device
             forward_extend forward_metadata init_cuda_graph_state kv_indptr max_context_len
-            qo_indptr req_to_token sliding_window_size token_to_kv_pool window_kv_indptr"""
+            qo_indptr req_to_token sliding_window_size token_to_kv_pool use_mla
+            window_kv_indptr"""
         ),
     ),
     "TritonMetadata": Symbol(
