@@ -26,7 +26,7 @@ from benchmarks import result_files
 from benchmarks.systems import BLOCK_SIZE
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.glue import compat
-from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping
+from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping, StepRows
 from sglang_dflash.glue.after_step.exporter import PrometheusExporter
 from sglang_dflash.glue.after_step.request_end import count_steps_in, finish_and_meter
 from sglang_dflash.glue.after_step.stage_clock import STAGES
@@ -75,6 +75,8 @@ def host_seconds_per_step(num_requests: int, steps: int, book: Bookkeeping) -> t
     own = getattr(compat.Req.update_finish_state, "__wrapped__", compat.Req.update_finish_state)
 
     def marks() -> None:
+        # the counts of the step before, whose result was processed meanwhile
+        book.begin_result(StepRows(BLOCK_SIZE))
         for _ in range(len(STAGES) + 1):
             book.clock.mark()
         book.batch_step()
