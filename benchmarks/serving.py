@@ -237,6 +237,11 @@ def parse() -> argparse.Namespace:
     batch_load.check_load_options(parser, options)
     if options.picture is None and not (options.model_path and options.draft_model_path):
         parser.error("--model-path and --draft-model-path are required to measure")
+    if options.picture is None and not batches(options):
+        parser.error(
+            f"--max-tokens {options.max_tokens} leaves no batch of {options.requests} requests and "
+            f"contexts of {options.contexts}. Pass a larger one, or smaller batches."
+        )
     options.url = f"http://127.0.0.1:{options.port}"
     if options.picture is None:
         options.ids = batch_load.prompt_ids(options.model_path)
