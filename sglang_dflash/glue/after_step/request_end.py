@@ -114,8 +114,8 @@ def _may_check_at_once(req: Any, new_accepted_len: int) -> bool:
     if new_accepted_len <= 1 or not _books or req.to_finish is not None or req.finished():
         return True
     params = req.sampling_params
-    # a block within `max_tokens` ends at its first stop token. Where stop strings end depends on
-    # how the tokens up to there decode
+    # a block of tokens in the vocabulary and within `max_tokens` ends at its first stop token.
+    # Where stop strings end depends on how the tokens up to there decode
     return (
         len(req.output_ids) < params.max_new_tokens
         and not params.stop_strs
