@@ -36,7 +36,9 @@ def changed_since(commit: str) -> list[str] | None:
 
 def report() -> str:
     """Return a paragraph for each release of SGLang that the smoke test ran with."""
-    results = [json.loads(file.read_text()) for file in RESULTS.glob("smoke-*.json")]
+    # what a run that was cut off has left is no result
+    files = [file for file in RESULTS.glob("smoke-*.json") if not file.stem.endswith(".part")]
+    results = [json.loads(file.read_text()) for file in files]
     if not results:
         name = RESULTS.relative_to(ROOT)
         return f"smoke: {name} has no result: run `make smoke` on a GPU."

@@ -59,6 +59,12 @@ def test_a_part_does_not_read_as_a_pass(history: Path) -> None:
     assert "smoke: passed in part (only gemma4, llama) on NVIDIA H200" in since.report()
 
 
+def test_what_a_cut_off_run_left_is_no_result(history: Path) -> None:
+    before = since.report()
+    keep(history / "smoke-h200.part.json", "abc", release="0.5.23")
+    assert since.report() == before
+
+
 def imported_from(starts: set[str]) -> set[str]:
     """Return the modules that these import, when loaded or later, and their packages."""
     found: set[str] = set()
