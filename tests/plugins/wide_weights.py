@@ -72,6 +72,10 @@ def draw_weights(model: Any) -> None:
 def draw(tensor: Any, name: str) -> None:
     """Fill a tensor that no rank has cut yet."""
     generator = generator_of(tensor, name)
+    if name.endswith("correction_bias"):
+        # of an expert's score: wide ones would choose the same experts for every token
+        tensor.normal_(std=0.05, generator=generator)
+        return
     if tensor.ndim < 2:
         # norms and scales; acceptable for a bias, too
         tensor.uniform_(0.5, 1.5, generator=generator)

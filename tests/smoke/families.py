@@ -63,8 +63,6 @@ FP32: dict[str, Any] = {
     "top_k_experts": 2,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
-    # SGLang's Triton kernels have no room for the keys of real latents in fp32
-    "kv_lora_rank": 128,
 }
 # in bf16, all sizes are real but these, for the same reason
 FEWER_EXPERTS: dict[str, Any] = {
@@ -253,9 +251,13 @@ class Family:
         return self.name.endswith("moe") or self.is_gpt_oss
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether SGLang compiles kernels for it with the CUDA toolkit, on first use."""
+        return self.quantisation is not None or self.has_mla
+
+    @property
     def has_mla(self) -> bool:
-        """Whether SGLang's kernel verifies, which takes full blocks: its keys are too wide for
-        ours."""
+        """Whether SGLang's kernel verifies, which takes full blocks."""
         return "kv_lora_rank" in self.own
 
     def write_target(self, folder: Path, *, fp32: bool, small: bool = False) -> Path:
@@ -289,6 +291,9 @@ class Family:
             "num_target_layers": NUM_LAYERS,
             "hidden_size": target["hidden_size"],
             "vocab_size": FP32["vocab_size"] if fp32 else target["vocab_size"],
+            "max_position_embeddings": max(
+                config["max_position_embeddings"], target["max_position_embeddings"]
+            ),
             "dflash_config": {"mask_token_id": 3, "target_layer_ids": FEATURE_LAYERS},
         }
         if self.has_dflash2:

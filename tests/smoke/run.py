@@ -10,9 +10,9 @@ at once: plain decoding and DFLASH in fp32 (Triton drafts), whose answers must b
 token, and DFLASH by launch/serve.sh in bf16 (fa4 drafts). CUDA graphs, overlap scheduling and the
 plan stream are on (in fp32, models with experts run without graphs and have fewer experts, and the
 vocabulary is smaller); more requests run at once than the largest graph holds. The verify width is
-automatic, and in fp32 also changes at every step. Quantised targets are served in bf16 only, beside
-the others, because SGLang compiles their GEMMs for minutes. Then the 31B recipe starts at full
-size, answers an OpenAI client, and its step is timed.
+automatic, and in fp32 also changes at every step. Quantised targets are served in bf16 only. They
+and DeepSeek run beside the others, because SGLang compiles kernels of theirs for minutes. Then the
+31B recipe starts at full size, answers an OpenAI client, and its step is timed.
 
     python -m tests.smoke.run --tp 2    # two ranks on one GPU (sglang_dflash/testing/two_ranks.py)
 
@@ -58,7 +58,7 @@ from tests.smoke.since import RESULTS, failed, is_fine
 
 RECIPE = recipes.Cell("gemma4-31b", "bf16", "ours", 8)
 KEPT_LOG = 6000  # characters of a failed server's log
-# of a quantised target, whose GEMMs SGLang may have to compile
+# of a target for which SGLang may have to compile kernels
 COMPILE_TIMEOUT_S = 540
 
 
@@ -83,9 +83,10 @@ def run_family(
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         try:
-            servers = start(family, folder, small=small, ranks=ranks, seeded=seeded)
-            RUNNING.update(servers.values())
-            patience = START_TIMEOUT_S if family.quantisation is None else COMPILE_TIMEOUT_S
+            for name, server in start(family, folder, small=small, ranks=ranks, seeded=seeded):
+                servers[name] = server
+                RUNNING.add(server)
+            patience = COMPILE_TIMEOUT_S if family.is_compiled else START_TIMEOUT_S
             for server in servers.values():
                 server.wait(end_if_stopped, timeout_s=patience)
             found["start_s"] = {name: server.start_s for name, server in servers.items()}
@@ -242,7 +243,7 @@ def run_families(
     ):
         running = {}
         for name in options.families:
-            place = pool if named(name).quantisation is None else beside
+            place = beside if named(name).is_compiled else pool
             running[place.submit(run_named, name, options.tp)] = name
         results = {}
         for ended in as_completed(running):

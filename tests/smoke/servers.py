@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,8 @@ class DeployedRanks(TwoRanks):
 
 def start(
     family: Family, folder: Path, *, small: bool, ranks: int = 1, seeded: bool = False
-) -> dict[str, Server]:
-    """Start a family's servers concurrently, without waiting for them: `plain`, `exact` and, but on
+) -> Iterator[tuple[str, Server]]:
+    """Start a family's servers, and yield each without waiting for it: `plain`, `exact` and, but on
     a CPU, `deployed`, on so many ranks; with two, `one rank` is a plain one with a single rank. A
     quantised family has `deployed` only on a GPU, where kernels for its weights are not for fp32.
 
@@ -61,28 +61,29 @@ def start(
     common = arguments_of(family, seeded=seeded)
     env = environment(ranks, seeded=seeded)
     compared = {} if ranks == 1 else RANKS_ENV
-    found: dict[str, Server] = {}
     if small or family.quantisation is None:
         target = family.write_target(folder / "target-fp32", fp32=True, small=small)
         drafter = family.write_drafter(folder / "drafter-fp32", fp32=True, small=small)
         exact = [*common, *exact_arguments(family, small=small), "--model-path", str(target)]
         drafted = [*exact, "--speculative-draft-model-path", str(drafter)]
         serve: Callable[..., Server] = Exact if ranks == 1 else ExactRanks
-        found["plain"] = serve(*exact, plain=True, env=env)
-        found["exact"] = serve(*drafted, env=env | compared | scripted(folder, "exact"))
+        yield "plain", serve(*exact, plain=True, env=env)
+        yield "exact", serve(*drafted, env=env | compared | scripted(folder, "exact"))
         if ranks > 1 and not seeded:
-            found["one rank"] = Exact(*exact, plain=True, env=env)
+            yield "one rank", Exact(*exact, plain=True, env=env)
     if not small and not seeded:
         deploy: Callable[..., Server] = Deployed if ranks == 1 else DeployedRanks
-        found["deployed"] = deploy(
-            str(family.write_target(folder / "target", fp32=False)),
-            str(family.write_drafter(folder / "drafter", fp32=False)),
-            *common,
-            *GRAPHS,
-            *(FP8_DRAFTER if family.has_fp8_drafter else ()),
-            env=env | compared | scripted(folder, "deployed"),
+        yield (
+            "deployed",
+            deploy(
+                str(family.write_target(folder / "target", fp32=False)),
+                str(family.write_drafter(folder / "drafter", fp32=False)),
+                *common,
+                *GRAPHS,
+                *(FP8_DRAFTER if family.has_fp8_drafter else ()),
+                env=env | compared | scripted(folder, "deployed"),
+            ),
         )
-    return found
 
 
 def arguments_of(family: Family, *, seeded: bool) -> list[str]:

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from sglang_dflash.glue import release
 from sglang_dflash.testing.server import ROOT
 from tests.smoke import join, run, servers
-from tests.smoke.families import FAMILIES
+from tests.smoke.families import FAMILIES, Family
 
 FINE = {"checks": {"exact": {"greedy": "ok"}}}
 SEAMS = ROOT / "sglang_dflash" / "glue" / "seams"
@@ -81,9 +82,20 @@ def test_a_deployed_server_gets_nothing_that_is_for_fp32(
     for name in ("Exact", "Deployed"):
         monkeypatch.setattr(servers, name, lambda *args, **_: list(args))
     for family in FAMILIES:
-        found: dict[str, Any] = servers.start(family, tmp_path / family.name, small=False)
+        found: dict[str, Any] = dict(servers.start(family, tmp_path / family.name, small=False))
         asked = {word for word in found["deployed"] if word.startswith("--")}
         assert not asked & {"--linear-attn-prefill-backend", "--moe-runner-backend"}, family.name
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_drafter_is_made_for_contexts_as_long_as_its_targets(
+    tmp_path: Path, family: Family
+) -> None:
+    """SGLang refuses others, once the target has been loaded."""
+    written = (family.write_target, family.write_drafter)
+    files = [write(tmp_path / write.__name__, fp32=False) / "config.json" for write in written]
+    target, drafter = (json.loads(file.read_text())["max_position_embeddings"] for file in files)
+    assert drafter >= target
 
 
 def call(file: Path, **parts: Any) -> Path:
@@ -179,12 +191,31 @@ def test_a_run_that_is_cut_off_keeps_the_families_before(
     assert {"command", "seconds", "commit", "gpu", "sglang"} <= set(found)
 
 
+class Started:
+    """A server that was started."""
+
+    def __init__(self, stopped: list[str]) -> None:
+        self._stopped = stopped
+
+    def stop(self) -> None:
+        self._stopped.append("plain")
+
+    def log(self) -> str:
+        return ""
+
+
 def test_a_family_whose_servers_cannot_be_started_fails_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def start(*_: Any, **__: Any) -> None:
+    """Those that were started before would keep their memory from the other families."""
+    stopped: list[str] = []
+    first: Any = Started(stopped)
+
+    def start(*_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
+        yield "plain", first
         raise SystemExit("Another server already answers")
 
     monkeypatch.setattr(run, "start", start)
     found = run.run_family(FAMILIES[0])
     assert "Another server already answers" in found["error"]
+    assert stopped == ["plain"] and not run.RUNNING
