@@ -31,6 +31,7 @@ DFLASH_SPEC_V2 = "SGLANG_ENABLE_DFLASH_SPEC_V2"
 PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
 SIMULATE = "SGLANG_SIMULATE_ACC_LEN"
 # attention backend -> variable and default of the prefill alignment in deterministic mode
+LONGER_CONTEXTS = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 DETERMINISTIC_PREFILL_ALIGN = {
     "triton": ("SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE", 4096),
     "flashinfer": ("SGLANG_FLASHINFER_PREFILL_SPLIT_TILE_SIZE", 4096),
@@ -78,6 +79,11 @@ class Environment:
     def plan_stream(self) -> bool:
         """Whether verify is planned on a side stream while the drafter runs."""
         return self._switch(PLAN_STREAM, default=False)
+
+    @property
+    def allows_longer_contexts(self) -> bool:
+        """Whether SGLang serves contexts that a model was not made for."""
+        return self._switch(LONGER_CONTEXTS, default=False)
 
     @property
     def simulated_accept_length(self) -> float | None:

@@ -12,7 +12,11 @@ import torch
 from sglang_dflash import config as cfg
 from sglang_dflash import draft_backends, fp8_drafter
 from sglang_dflash.draft_backends import Place, choose_draft_backend
-from sglang_dflash.environment import DETERMINISTIC_PREFILL_ALIGN, Environment
+from sglang_dflash.environment import (
+    DETERMINISTIC_PREFILL_ALIGN,
+    LONGER_CONTEXTS,
+    Environment,
+)
 from sglang_dflash.glue import changes, compat, seams
 from sglang_dflash.glue.startup import width_args
 from sglang_dflash.glue.startup.feature_capture import captures_itself, keep_hooks_out_of_graphs
@@ -47,14 +51,16 @@ def handle_dflash(server_args: Any) -> None:
     _refuse_endless_wait(server_args)
     _refuse_unreadable_cache(server_args)
     # before SGLang uses it, so that every field is checked
+    draft_config = _drafter_config(server_args)
     drafter = cfg.DrafterSpec.from_config(
-        _drafter_config(server_args), name=server_args.speculative_draft_model_path
+        draft_config.to_dict(), name=server_args.speculative_draft_model_path
     )
     target_config = seams.model_config(server_args)
     target = target_spec(target_config)
     keep_hooks_out_of_graphs(server_args, target.architecture)
     refuse_other_states(server_args, target_config)
     cfg.check_pair(drafter, target)
+    _refuse_short_drafter(draft_config, drafter, target)
     folder = Path(server_args.speculative_draft_model_path)
     if folder.is_dir():
         cfg.check_features(drafter, folder, target=target)
@@ -151,11 +157,11 @@ def resolve_config(server_args: Any, *, target_config: Any) -> cfg.DFlashConfig:
 
 def read_drafter(server_args: Any) -> cfg.DrafterSpec:
     """Read the drafter's spec from handled server arguments."""
-    config = _drafter_config(server_args)
+    config = _drafter_config(server_args).to_dict()
     return cfg.DrafterSpec.from_loaded(config, name=server_args.speculative_draft_model_path)
 
 
-def _drafter_config(server_args: Any) -> dict[str, Any]:
+def _drafter_config(server_args: Any) -> Any:
     """Read the drafter's config through SGLang, so that the checks see the config that loads."""
     path = server_args.speculative_draft_model_path
     if path is None:
@@ -175,7 +181,7 @@ def _drafter_config(server_args: Any) -> dict[str, Any]:
             f"The drafter {path} cannot be read ({error}). "
             "Pass a folder with config.json and safetensors, or a model name you have access to."
         ) from error
-    return config.to_dict()
+    return config
 
 
 def target_spec(model_config: Any) -> cfg.TargetSpec:
@@ -256,6 +262,18 @@ def _refuse_unsupported(server_args: Any) -> None:
         raise ValueError(
             f"DFLASH does not support {', '.join(named)}. Drop it, or serve without "
             "--speculative-algorithm DFLASH."
+        )
+
+
+def _refuse_short_drafter(config: Any, drafter: cfg.DrafterSpec, target: cfg.TargetSpec) -> None:
+    """Refuse a drafter that is made for shorter contexts than the server's, as SGLang does once the
+    target is loaded."""
+    longest = compat.get_context_length(config.get_text_config())
+    if target.context_len > longest and not Environment().allows_longer_contexts:
+        raise ValueError(
+            f"The drafter {drafter.name} is made for contexts of up to {longest} tokens, and the "
+            f"server would take {target.context_len}. Pass --context-length {longest}, or set "
+            f"{LONGER_CONTEXTS}=1: answers stay the same, but later drafts may fail more often."
         )
 
 

@@ -64,6 +64,9 @@ SYMBOLS: dict[str, Symbol] = {
         names("trust_remote_code revision model_override_args"),
         order=("model",),
     ),
+    "get_context_length": Symbol(
+        "srt.utils.hf_transformers.common", "get_context_length", order=("config",)
+    ),
     "parse_config": Symbol(
         "srt.utils.hf_transformers.config",
         "HfModelConfigParser.parse",
