@@ -14,6 +14,7 @@ from typing import Any
 FAMILIES = "tests/e2e/test_families.py"
 SPECULATORS = "tests/e2e/test_speculators.py"
 DFLASH2_PAIR = "tests/e2e/test_dflash2.py"
+PAIRS = "tests/e2e/test_released_pairs.py"
 
 # as in z-lab's drafters for Qwen3
 PLAIN: dict[str, Any] = {
@@ -158,6 +159,7 @@ RELEASED = (
         names="RedHatAI Qwen3-30B-A3B[-Instruct-2507]-speculator.dflash",
         is_speculators=True,
         target=QWEN3_MOE,
+        tested=PAIRS,
     ),
     Released(
         names="RedHatAI gemma-4-31B-it-speculator.dflash",
@@ -168,6 +170,7 @@ RELEASED = (
         names="RedHatAI Qwen3.5-397B-A17B-speculator.dflash",
         is_speculators=True,
         target=QWEN3_5_MOE,
+        tested=PAIRS,
     ),
     Released(
         names="RedHatAI DeepSeek-V4-Flash-speculator.dflash",
@@ -187,8 +190,14 @@ RELEASED = (
         names="RedHatAI gemma-4-31B-it-speculator.dflash2",
         is_speculators=True,
         config=DFLASH2_IN_SPECULATORS,
+        tested=PAIRS,
     ),
-    Released(names="incoai and z-lab Qwen3.8-27B-DFlash2", config=DFLASH2, target=QWEN3_5),
+    Released(
+        names="incoai and z-lab Qwen3.8-27B-DFlash2",
+        config=DFLASH2,
+        target=QWEN3_5,
+        tested=PAIRS,
+    ),
     Released(names="incoai and z-lab GLM-5.3-DFlash2, GLM-5.3-Flash-DFlash2", config=DFLASH2),
     Released(
         names="incoai and z-lab Muse-Glimmer-30B-DFlash2",
