@@ -99,8 +99,8 @@ class CpuAttention(compat.AttentionBackend):
             where = forward_batch.out_cache_loc
             pool.set_kv_buffer(layer, compat.KVWriteLoc(where, self._swa_out), k, v)
         keys, values = pool.get_kv_buffer(layer.layer_id)
-        if is_expanded := layer.qk_head_dim != keys.shape[-1]:
-            # MLA without a prefix: the pool has the latents of these keys
+        if is_expanded := (layer.tp_k_head_num, layer.qk_head_dim) != keys.shape[1:]:
+            # MLA without a prefix: the pool has latents, and these keys are all there are
             assert k is not None and v is not None
             keys, values = (x.view(len(x), layer.tp_k_head_num, -1) for x in (k, v))
         in_swa = self._has_swa and pool.layers_mapping[layer.layer_id][1]
