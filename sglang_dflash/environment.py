@@ -38,6 +38,7 @@ DETERMINISTIC_PREFILL_ALIGN = {
 }
 
 SWITCH_VALUES = {"0": False, "false": False, "1": True, "true": True}
+SWITCH_VALUES |= {"no": False, "n": False, "yes": True, "y": True}
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,12 @@ def test_a_switch_that_is_neither_on_nor_off_is_an_error(name: str) -> None:
         cfg.Overlap.resolve(Environment({name: "yes please"}), disabled=False)
 
 
+@pytest.mark.parametrize(("value", "is_on"), [("1", True), ("Yes", True), ("n", False)])
+def test_switches_have_the_values_that_sglang_takes(value: str, is_on: bool) -> None:
+    found = Environment({"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": value})
+    assert found.allows_longer_contexts is is_on
+
+
 def test_a_mask_embedding_is_checked_with_the_weights(tmp_path: Path) -> None:
     """Before they are loaded, which can take minutes."""
     (tmp_path / "mask_embedding.pt").touch()
