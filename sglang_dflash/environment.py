@@ -30,15 +30,17 @@ SPEC_V2 = "SGLANG_ENABLE_SPEC_V2"
 DFLASH_SPEC_V2 = "SGLANG_ENABLE_DFLASH_SPEC_V2"
 PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
 SIMULATE = "SGLANG_SIMULATE_ACC_LEN"
-# attention backend -> variable and default of the prefill alignment in deterministic mode
 LONGER_CONTEXTS = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+# attention backend -> variable and default of the prefill alignment in deterministic mode
 DETERMINISTIC_PREFILL_ALIGN = {
     "triton": ("SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE", 4096),
     "flashinfer": ("SGLANG_FLASHINFER_PREFILL_SPLIT_TILE_SIZE", 4096),
 }
 
-SWITCH_VALUES = {"0": False, "false": False, "1": True, "true": True}
-SWITCH_VALUES |= {"no": False, "n": False, "yes": True, "y": True}
+SWITCH_VALUES = {
+    **{"0": False, "false": False, "1": True, "true": True},
+    **{"no": False, "n": False, "yes": True, "y": True},
+}
 
 
 @dataclass(frozen=True)
