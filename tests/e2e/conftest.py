@@ -38,6 +38,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("schedule", chosen, scope="session")
 
 
+def assert_drafted(folder: Path, rid: str, oracle: Any) -> None:
+    """Compare the blocks that a server recorded for a request with the oracle's, one by one."""
+    lines = (folder / "blocks.jsonl").read_text().splitlines()
+    blocks = [block for line in lines if (block := json.loads(line))["rid"] == rid]
+    # with overlap scheduling one more step has started when the last token is known
+    assert len(blocks) <= len(oracle.blocks) + 1
+    assert [(b["start"], tuple(b["drafts"])) for b in blocks[: len(oracle.blocks)]] == [
+        (b.start, b.token_ids[1:]) for b in oracle.blocks
+    ]
+
+
 def start_together(*servers: Server) -> list[Server]:
     """Wait for servers that start concurrently; stop them all if one fails."""
     try:

@@ -14,6 +14,7 @@ from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.reference import Drafter, generate
 from sglang_dflash.reference.generate import recompute_context
 from sglang_dflash.testing.server import Server
+from tests.e2e.conftest import assert_drafted
 
 NEW_TOKENS = 97
 
@@ -81,14 +82,7 @@ def test_blocks_and_draft_kv_equal_the_oracle(
         )
         assert served == oracle.token_ids
         assert max(oracle.commit_lens) > 2
-        lines = (script_folder / "blocks.jsonl").read_text().splitlines()
-        blocks = [block for line in lines if (block := json.loads(line))["rid"] == rid]
-        # with overlap scheduling one more step has started when the last token is known
-        assert len(blocks) <= len(oracle.blocks) + 1
-        blocks = blocks[: len(oracle.blocks)]
-        assert [(b["start"], tuple(b["drafts"])) for b in blocks] == [
-            (b.start, b.token_ids[1:]) for b in oracle.blocks
-        ]
+        assert_drafted(script_folder, rid, oracle)
         check_draft_kv(script_folder / f"{rid}.pt", target, drafter, prompts[i] + served)
 
 
