@@ -228,15 +228,17 @@ def launch_shared_rows(dtype: torch.dtype) -> None:
     outputs = {"out_token_ids": row, "out_positions": row, "out_slots": row, "requests": row}
     ops.pack_rows(bounds, block, block, block, **outputs)
     noise = Noise(block, confidence[:, 0])
-    _, num_correct, _ = ops.reject_by_block(
-        *(logits, draft_logits, block[:, 1:], block[:, 1:]),
-        noise,
-        confidence,
-        is_sampled=lens > 0,
-        logit_cap=30.0,
-        bounds=bounds,
-        requests=row,
-    )
+    # SGLang's logits, where ours cannot be used, are in fp32
+    for of_target in (logits, logits.float()):
+        _, num_correct, _ = ops.reject_by_block(
+            *(of_target, draft_logits, block[:, 1:], block[:, 1:]),
+            noise,
+            confidence,
+            is_sampled=lens > 0,
+            logit_cap=30.0,
+            bounds=bounds,
+            requests=row,
+        )
     for told in (None, num_correct):
         ops.accept_block(row, row, lens, row, told, bounds, BLOCK)
 

@@ -334,9 +334,18 @@ def test_index_prefixes(window: int) -> None:
 
 @runs_kernel
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "draft_dtype"),
+    [
+        pytest.param(torch.float32, torch.float32, id="fp32"),
+        pytest.param(torch.bfloat16, torch.bfloat16, id="bf16"),
+        pytest.param(torch.float32, torch.bfloat16, id="fp32, drafts bf16"),
+    ],
+)
 @pytest.mark.parametrize(("rows", "width"), [(2, 5), (16, 700), (5, 4100)])
-def test_reject_by_block(rows: int, width: int, dtype: torch.dtype) -> None:
+def test_reject_by_block(
+    rows: int, width: int, dtype: torch.dtype, draft_dtype: torch.dtype
+) -> None:
     """Sampled and argmax drafts, with little, no and much noise; a drafter close to the target,
     so that every accept length occurs; rows with NaN; a drafter that lacks every other token, and
     one that has the first four only, as after a selector."""
@@ -345,7 +354,7 @@ def test_reject_by_block(rows: int, width: int, dtype: torch.dtype) -> None:
     noise = make_noise(*[0.3, 0.0, 1.5] * 3, rows=rows + 1)
     logits = torch.randn(requests, rows, width, device=DEVICE) * 3
     near = logits[:, :-1] + 0.3 * torch.randn(requests, rows - 1, width, device=DEVICE)
-    logits, near = logits.to(dtype), near.to(dtype)
+    logits, near = logits.to(dtype), near.to(draft_dtype)
     bad = (rows - 1) // 2
     near[3, bad] = float("nan")
     logits[5, 0, 0] = float("nan")

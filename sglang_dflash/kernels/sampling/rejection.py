@@ -1,6 +1,6 @@
 """Block verification of sampled drafts, and the target's token after the accepted ones.
 
-Fusion. Two passes over the target's and the drafter's logits, in the heads' own dtype: the first
+Fusion. Two passes over the target's and the drafter's logits, whose dtypes may differ: the first
 computes each row's log-sum-exp by online softmax, the second the mass of the residual distribution,
 a Gumbel-max draw from it, and the overlap of the two distributions. No probabilities are written to
 memory. A row is split into parts; between and after the passes, one program per request merges the
@@ -185,8 +185,9 @@ def _draw_parts(
         x = scaled(raw, tl.where(temperature > 0, temperature, 1.0), LOGIT_CAP)
         if temperature > 0:
             p = tl.exp(x - p_lse)
-            raw = tl.load(draft_logits + column, mask=live & (row < count - 1), other=float("nan"))
-            q = tl.exp(scaled(raw, temperature, LOGIT_CAP) - q_lse)
+            has_draft = live & (row < count - 1)
+            draft_raw = tl.load(draft_logits + column, mask=has_draft, other=float("nan"))
+            q = tl.exp(scaled(draft_raw, temperature, LOGIT_CAP) - q_lse)
             overlap_mass += tl.minimum(p, q)
             residual = tl.maximum(a * p - tl.where(sampled, q, 0.0), 0.0)
             residual_mass += residual
