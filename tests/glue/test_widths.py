@@ -16,6 +16,7 @@ from sglang_dflash.glue.models.verify_backend import (
     VerifyBackend,
     shrink_graph_buffers,
 )
+from sglang_dflash.glue.startup import width_args
 from sglang_dflash.glue.startup.width_args import why_full_blocks, why_one_width
 from sglang_dflash.glue.step.batch_host import BatchHost
 from sglang_dflash.glue.step.graph_outputs import DraftGraphs
@@ -200,13 +201,25 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, name, lambda _device: H200_MIB)
 
 
-@pytest.mark.usefixtures("h200")
+@pytest.fixture
+def is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the tiny target's steps take the GPU as long as those of a large one."""
+    monkeypatch.setattr(width_args, "SMALL_HIDDEN_SIZE", 0)
+
+
+@pytest.mark.usefixtures("h200", "is_large")
 def test_where_widths_adapt_as_many_requests_run_as_in_plain_decoding(models: Path) -> None:
     """Graphs still hold few blocks: under load, a step verifies fewer drafts of each request."""
     args = parse(models, *ON_GPU)
     assert args.max_running_requests == 256
     graphs = args.cuda_graph_config.decode
     assert (graphs.max_bs, max(graphs.bs), min(graphs.bs)) == (80, 80, 1)
+
+
+@pytest.mark.usefixtures("h200")
+def test_graphs_of_a_small_target_hold_more_blocks(models: Path) -> None:
+    graphs = parse(models, *ON_GPU).cuda_graph_config.decode
+    assert (graphs.max_bs, max(graphs.bs), min(graphs.bs)) == (128, 128, 1)
 
 
 @pytest.mark.usefixtures("h200")
@@ -241,7 +254,7 @@ def test_on_a_cpu_widths_adapt_without_graphs(models: Path) -> None:
     assert why_one_width(args) is None
 
 
-@pytest.mark.usefixtures("h200")
+@pytest.mark.usefixtures("h200", "is_large")
 @pytest.mark.parametrize(
     ("extra", "running", "blocks"),
     [
@@ -260,7 +273,7 @@ def test_what_the_user_asks_for_is_kept(
     assert (args.max_running_requests, graphs.max_bs, max(graphs.bs)) == (running, blocks, blocks)
 
 
-@pytest.mark.usefixtures("h200")
+@pytest.mark.usefixtures("h200", "is_large")
 def test_no_more_requests_run_than_the_user_asks_for(models: Path) -> None:
     """Newer releases capture no graphs for more than that, either."""
     args = parse(models, *ON_GPU, "--max-running-requests", "10")

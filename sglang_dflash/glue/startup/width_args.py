@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 MAX_GRAPH_BLOCKS = 48
 # the same where the verify width adapts: at 256 requests, 5 rows of 16 for each
 MAX_ADAPTIVE_BLOCKS = 80
+# and for targets up to this hidden size, whose steps take the host longer than the GPU: a row more
+# costs nothing there, nor does its graph's memory
+SMALL_HIDDEN_SIZE, MAX_SMALL_BLOCKS = 1024, 128
 
 ARGS = changes.Settings(
     "ServerArgs", {"max_running_requests": "CUDA graphs and buffers need a bound"}
@@ -92,8 +95,7 @@ def bound_requests(server_args: Any) -> None:
         logger.info("DFLASH: --max-running-requests defaults to %d.", default)
     given = {key for phase, key in server_args._cuda_graph_config_locked if phase == "decode"}
     if adapts and not given & {"bs", "max_bs"}:
-        GRAPHS.write(
-            graphs,
-            bs=[size for size in graphs.bs if size <= MAX_ADAPTIVE_BLOCKS],
-            max_bs=min(graphs.max_bs, MAX_ADAPTIVE_BLOCKS),
-        )
+        config = seams.model_config(server_args).hf_config.get_text_config()
+        is_small = config.hidden_size <= SMALL_HIDDEN_SIZE
+        most = min(graphs.max_bs, MAX_SMALL_BLOCKS if is_small else MAX_ADAPTIVE_BLOCKS)
+        GRAPHS.write(graphs, bs=[size for size in graphs.bs if size <= most], max_bs=most)
