@@ -3,7 +3,7 @@
 A server takes a minute to start and leaves the GPU idle meanwhile, so `--side-by-side` starts
 several together. Each is measured while the others are idle (`--sleep-on-idle`: otherwise SGLang's
 scheduler busy-polls a core). All keep to the same cores, and this process to others: how fast a
-scheduler runs depends on what else its core does, its other hyperthread included.
+scheduler runs depends on what else its core does, its other hyperthread and interrupts included.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ def serve_all(
 
 
 def split_cores(count: int) -> tuple[set[int], set[int]]:
-    """Return the cores for `count` servers, and those for this process: one in four. Hyperthreads
-    of a core stay together. There is no split of fewer cores, or for a single server, which a user
-    would not bind to cores either."""
+    """Return the cores for `count` servers, and those for this process: the first quarter, which
+    often serves interrupts, too. Hyperthreads of a core stay together. There is no split of fewer
+    cores, or for a single server, which a user would not bind to cores either."""
     allowed = os.sched_getaffinity(0)
     cores: dict[str, set[int]] = {}
     for thread in sorted(allowed):
@@ -137,7 +137,7 @@ def split_cores(count: int) -> tuple[set[int], set[int]]:
     own = len(cores) // 4
     if count == 1 or not own:
         return allowed, allowed
-    ours = set().union(*list(cores.values())[-own:])
+    ours = set().union(*list(cores.values())[:own])
     return allowed - ours, ours
 
 
