@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.pairs import tiny_target
+from sglang_dflash.testing.progress import say
 from sglang_dflash.testing.server import Server
 from tests.plugins import widths
 
@@ -40,6 +41,10 @@ SEEDED: dict[str, dict[str, Any]] = {
 }
 RIGHT = (1, 4, 15)  # correct drafts per block of the scripted drafter
 COLD_SHARE = 0.9
+# most verify steps per token, if drafts are a server's own tokens of another run. A near-tie that
+# flips leaves them, and each later step commits one token; where activations are rounded to FP8,
+# rounding errors are larger. Drafts that are always wrong take 23 / 24
+STEPS_PER_TOKEN, STEPS_PER_TOKEN_FP8 = 2 / 3, 7 / 8
 # verify widths given to a server, in its script folder (tests/plugins/widths.py)
 WIDTHS_FILE = "widths"
 FULL_BLOCK = 16
@@ -181,7 +186,9 @@ def check_exact(
     return checks.found
 
 
-def check_answers(server: Server, prompts: list[Tokens], script: Path) -> dict[str, str]:
+def check_answers(
+    server: Server, prompts: list[Tokens], script: Path, *, has_fp8_activations: bool = False
+) -> dict[str, str]:
     """Run every kind alone and batched: each answer has the requested length, and correct drafts
     are accepted. Half precision has near-ties, so no text is compared."""
     checks = Checks()
@@ -200,10 +207,11 @@ def check_answers(server: Server, prompts: list[Tokens], script: Path) -> dict[s
     answers = ask(server, prompts, greedy, rids)
     widths.give(script / WIDTHS_FILE)
     steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
-    # a near-tie that flips leaves the script, and each later step commits one token
-    allowed = NEW_TOKENS * len(prompts) * 2 // 3
-    wrong = f"{steps} verify steps, more than {allowed}"
-    checks.add("drafts of its own tokens are accepted", None if steps <= allowed else wrong)
+    share = STEPS_PER_TOKEN_FP8 if has_fp8_activations else STEPS_PER_TOKEN
+    allowed = int(share * NEW_TOKENS * len(prompts))
+    name = "drafts of its own tokens are accepted"
+    say(f"{name}: {steps} verify steps, at most {allowed} allowed")
+    checks.add(name, None if steps <= allowed else f"{steps} verify steps, more than {allowed}")
     return checks.found
 
 

@@ -256,6 +256,10 @@ class Family:
         return self.quantisation is not None or self.has_mla
 
     @property
+    def has_fp8_activations(self) -> bool:
+        return self.quantisation is FP8
+
+    @property
     def has_mla(self) -> bool:
         """Whether SGLang's kernel verifies, which takes full blocks."""
         return "kv_lora_rank" in self.own

@@ -96,7 +96,7 @@ def run_family(
                 # on a CPU there is one kernel for all
                 falls_back = family.has_mla and not small
                 for name, checked in check(
-                    servers, folder, seeded=seeded, has_widths=not falls_back
+                    servers, folder, family, seeded=seeded, has_widths=not falls_back
                 ):
                     found["checks"][name] = checked
                     if name in ("exact", "deployed"):
@@ -130,7 +130,7 @@ def end_if_stopped() -> None:
 
 
 def check(
-    servers: dict[str, Server], folder: Path, *, seeded: bool, has_widths: bool
+    servers: dict[str, Server], folder: Path, family: Family, *, seeded: bool, has_widths: bool
 ) -> Iterator[tuple[str, dict[str, str]]]:
     """Ask the servers one after another; yield the name and the check results of each."""
     prompts = checks.draw_prompts()
@@ -147,7 +147,13 @@ def check(
         yield "exact", found
     if "deployed" in servers:
         script = script_folder(folder, "deployed")
-        yield "deployed", checks.check_answers(servers["deployed"], prompts, script)
+        yield (
+            "deployed",
+            checks.check_answers(
+                *(servers["deployed"], prompts, script),
+                has_fp8_activations=family.has_fp8_activations,
+            ),
+        )
 
 
 def run_recipe() -> dict[str, Any]:
