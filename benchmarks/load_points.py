@@ -140,7 +140,7 @@ class Point:
         spread = load_windows.spread_of(windows)
         mean = {
             name: round(sum(getattr(window, name) for window in windows) / len(windows), 3)
-            for name in ("tokens_per_s", "step_ms", "accept_length", "context")
+            for name in ("tokens_per_s", "step_ms", "fast_step_ms", "accept_length", "context")
         }
         is_cut = any(stretch.is_cut for share in self._shares for stretch in share)
         return {

@@ -87,6 +87,8 @@ class Window(NamedTuple):
     tokens_per_s: float
     seconds: float
     step_ms: float
+    # where a host's speed drifts, the first quartile of the laps is steadier than their mean
+    fast_step_ms: float
     accept_length: float
     graph: bool
     context: float  # tokens of a request, on average over the steps
@@ -97,11 +99,13 @@ class Window(NamedTuple):
         laps = [lap for stretch in stretches for lap in stretch.laps]
         tokens, seconds = sum(lap.tokens for lap in laps), seconds_of(laps)
         steps = STEPS_PER_LAP * len(laps)
+        step_ms = sorted(1000 * lap.seconds / STEPS_PER_LAP for lap in laps)
         middles = [len(each.laps) * (each.begin + each.end) / 2 for each in stretches]
         return cls(
             tokens_per_s=round(tokens / seconds, 2),
             seconds=round(seconds, 2),
             step_ms=round(1000 * seconds / steps, 3),
+            fast_step_ms=round(step_ms[len(step_ms) // 4], 3),
             accept_length=round(tokens / steps / laps[0].running, 3),
             graph=all(lap.graph for lap in laps),
             context=round(prompt + sum(middles) / len(laps), 1),

@@ -85,7 +85,13 @@ def test_a_window_is_all_tokens_over_all_seconds() -> None:
     fast = Stretch((Lap(2, 40.0, 5.0, False), Lap(2, 40.0, 5.0, True)), 40, 80, is_cut=False)
     # 40 tokens in 4 s and twice in 1 s, 12 steps; contexts of 140 and twice 160
     assert Window.of([slow, fast], 100) == Window(
-        20.0, 6.0, step_ms=500.0, accept_length=5.0, graph=False, context=153.3, rounds=2
+        *(20.0, 6.0),
+        step_ms=500.0,
+        fast_step_ms=250.0,
+        accept_length=5.0,
+        graph=False,
+        context=153.3,
+        rounds=2,
     )
     found = [Window.of([slow], 0), Window.of([fast], 0)]
     assert load_windows.spread_of(found) == 3.0
