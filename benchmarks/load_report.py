@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from benchmarks import result_files, systems
 from benchmarks.load_points import Text
 from benchmarks.result_files import AGREEMENT, is_unsteady
+from benchmarks.task_report import TITLES
 
 AUTO, FIXED, PLAIN = "ours", "ours-16", "plain"
 LEAST = 0.98  # where nothing may be lost: with a drafter that is always wrong, and on real text
@@ -65,7 +66,8 @@ def title_of(profile: str) -> str:
         return "Drafts always wrong (accept length 1)"
     if is_text(profile):
         text = Text.of(profile)
-        return f"Real text, {text.task}, temperature {text.temperature:g}"
+        name = TITLES.get(text.task, text.task)
+        return f"Real text, {name}, temperature {text.temperature:g}"
     lengths = [part.removeprefix("accept") for part in profile.split("+")]
     if len(lengths) == 1:
         return f"Accept length {lengths[0]}"

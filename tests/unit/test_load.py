@@ -249,7 +249,8 @@ def test_questions_are_asked_at_each_temperature(
     asked = ["--prompts", str(tmp_path / "gsm8k.jsonl"), "--temperatures", "0", "1.5"]
     _, _, auto = load_servers.starts_of(load.parse(asked))
     assert auto.points([8]) == [("gsm8k", 8), ("gsm8k@1.5", 8)]
-    assert load_report.title_of("gsm8k@1.5") == "Real text, gsm8k, temperature 1.5"
+    assert load_report.title_of("gsm8k@1.5") == "Real text, GSM8K, temperature 1.5"
+    assert load_report.title_of("own") == "Real text, own, temperature 0"
     rounds = Rounds(200.0)
     monkeypatch.setattr(load_windows, "run_round", rounds.run)
     questions = load_points.Questions([[1], [2]])
