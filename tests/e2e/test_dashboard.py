@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import requests
 
+from sglang_dflash.metrics import JUDGED_WIDTH
 from sglang_dflash.testing.server import ROOT, Server, free_port
 
 OBSERVABILITY = ROOT / "launch" / "observability"
@@ -20,7 +21,9 @@ DASHBOARD = json.loads((OBSERVABILITY / "grafana-dashboard.json").read_text())
 # Grafana puts this for "All"
 VARIABLE = re.compile(r"\$(model|instance|replica)\b")
 QUERIES = {
-    (panel["title"], target["refId"]): VARIABLE.sub(".*", target["expr"])
+    (panel["title"], target["refId"]): VARIABLE.sub(".*", target["expr"]).replace(
+        "$__rate_interval", "1m"
+    )
     for panel in DASHBOARD["panels"]
     for target in panel["targets"]
 }
@@ -127,7 +130,8 @@ ALERTS = {
     "SGLangRequestsWait": ('sglang_num_queue_reqs{instance="a"}', "3x30"),
 }
 STEPS = ('sglang:dflash_verify_steps_total{instance="a"}', "0+100x30")
-COMMITTED = "sglang:dflash_committed_tokens_total"
+COMMITTED = 'sglang:dflash_committed_tokens_total{instance="a"}'
+VERIFIED = 'sglang:dflash_verified_rows_total{instance="a"}'
 
 
 def firing(folder: Path, name: str, series: list[tuple[str, str]]) -> bool:
@@ -151,8 +155,33 @@ def test_alerts_fire_for_what_they_name_only(tmp_path: Path) -> None:
         assert firing(tmp_path, name, [series]), name
         quiet = [(of, "1x30" if of.startswith("up") else "0x30") for of, _ in ALERTS.values()]
         assert not firing(tmp_path, name, quiet), name
-    for tokens, is_low in ((110, True), (300, False)):
-        committed = (COMMITTED + '{instance="a"}', f"0+{tokens}x30")
-        assert firing(tmp_path, "DFlashAcceptLengthLow", [STEPS, committed]) == is_low
-    idle = [(STEPS[0], "5x30"), (COMMITTED + '{instance="a"}', "5x30")]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of prometheus")
+@pytest.mark.parametrize(
+    ("accept_length", "width", "fires"),
+    [
+        (1.1, 16, True),
+        (3, 16, False),
+        (1.1, JUDGED_WIDTH, True),
+        # a few wide steps among those that draft nothing
+        (1.1, JUDGED_WIDTH - 0.5, False),
+        # chosen under load, and by a host-bound target: one token by design
+        (1, 1, False),
+    ],
+)
+def test_a_low_accept_length_alerts_only_where_drafts_are_verified(
+    tmp_path: Path, accept_length: float, width: float, fires: bool
+) -> None:
+    series = [
+        STEPS,
+        (COMMITTED, f"0+{100 * accept_length:g}x30"),
+        (VERIFIED, f"0+{100 * width:g}x30"),
+    ]
+    assert firing(tmp_path, "DFlashAcceptLengthLow", series) == fires
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of prometheus")
+def test_an_idle_server_has_no_low_accept_length(tmp_path: Path) -> None:
+    idle = [(STEPS[0], "5x30"), (COMMITTED, "5x30"), (VERIFIED, "80x30")]
     assert not firing(tmp_path, "DFlashAcceptLengthLow", idle)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +146,101 @@ def test_containers_get_the_files_that_are_here() -> None:
     mounted = [each.split(":")[0] for each in volumes if each.startswith("./")]
     assert mounted and all((FOLDER / name).exists() for name in mounted)
     # both ways to start Grafana set what its files ask for
-    files = list((FOLDER / "provisioning").rglob("*.yml"))
-    asked = {word for path in files for word in path.read_text().split() if word.startswith("$")}
+    paths = list((FOLDER / "provisioning").rglob("*.yml"))
+    asked = {word for path in paths for word in path.read_text().split() if word.startswith("$")}
     assert asked == {"$PROMETHEUS_URL", "$DASHBOARDS"}
     assert {word[1:] for word in asked} <= set(services["grafana"]["environment"])
     [source] = read(FOLDER / "provisioning/datasources/prometheus.yml")["datasources"]
     assert source["type"] == "prometheus" and source["isDefault"]
+
+
+PANELS = json.loads((FOLDER / "grafana-dashboard.json").read_text())["panels"]
+QUERIES = [(panel, target) for panel in PANELS for target in panel["targets"]]
+AGGREGATE = re.compile(r"\b(?:sum|avg)\b(?: by \(([\w, ]*)\))?")
+METRIC = re.compile(r"sglang\[:_\](\w+)")
+SERVER = {"model_name", "instance"}
+
+
+def is_heatmap(panel: dict[str, Any]) -> bool:
+    """It draws one histogram, so it cannot tell models apart: it is repeated instead."""
+    return panel["type"] == "heatmap"
+
+
+def test_every_served_model_has_its_own_lines() -> None:
+    """With "All" chosen, the accept length of two models together would be that of neither."""
+    for panel, target in QUERIES:
+        groups = AGGREGATE.findall(target["expr"])
+        by_instance = panel.get("repeat") == "instance" and "$instance" in panel["title"]
+        assert groups, target["expr"]
+        if is_heatmap(panel):
+            assert by_instance and target["format"] == "heatmap"
+            continue
+        assert all(set(group.split(", ")) >= SERVER for group in groups), target["expr"]
+        assert "scalar(" not in target["expr"]
+        # what differs between the lines of a panel is in their names
+        lines = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+        told = lines | ({"instance"} if by_instance else set())
+        assert told == {name for group in groups for name in group.split(", ")} - {"le"}
+
+
+def test_ranges_follow_the_scrapes_and_the_zoom() -> None:
+    """A fixed range skips samples where the picture spans days."""
+    ranges = [span for _, each in QUERIES for span in re.findall(r"\[([^:\]]+)\]", each["expr"])]
+    assert set(ranges) == {"$__rate_interval"}
+    assert sum(each["expr"].count("rate(") for _, each in QUERIES) == len(ranges)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of prometheus")
+def test_two_models_are_never_one_line(tmp_path: Path) -> None:
+    """Every query is run on two servers, of two replicas each."""
+    every = 'position="1",stage="verify",width="1"'
+    bounds = ("1", "+Inf")
+    servers = [f'model_name="{name}",instance="{name}:1"' for name in ("one", "other")]
+    series = [
+        {"series": f'sglang:{metric}{{{server},dp_rank="{rank}",{every},le="{le}"}}', "values": go}
+        for metric in sorted({name for _, each in QUERIES for name in METRIC.findall(each["expr"])})
+        for server, go in zip(servers, ("0+60x40", "0+30x40"), strict=True)
+        for rank in range(2)
+        for le in bounds
+    ]
+    cases = []
+    for panel, target in QUERIES:
+        expr = re.sub(r"\$(model|instance|replica)\b", ".*", target["expr"])
+        expr = expr.replace("$__rate_interval", "1m")
+        lines = 1 if is_heatmap(panel) else len(servers)
+        expected = [{"labels": "{}", "value": lines}]
+        # so a line without these labels counts as one of all servers
+        count = f"count(count by (model_name, instance) ({expr}))"
+        cases.append({"expr": count, "eval_time": "9m", "exp_samples": expected})
+    test = {"interval": "15s", "input_series": series, "promql_expr_test": cases}
+    (tmp_path / "case.yml").write_text(json.dumps({"tests": [test]}))
+    done = subprocess.run(
+        ["promtool", "test", "rules", "case.yml"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_lines_have_the_colours_of_the_live_page() -> None:
+    page = files("sglang_dflash.commands").joinpath("live.html").read_text()
+    light = page.partition(":root {")[2].partition("}")[0]
+    colours = dict(re.findall(r"--(\w+): (#\w+)", light))
+    fields = {panel["title"]: panel["fieldConfig"] for panel in PANELS}
+
+    def lines(title: str) -> list[str]:
+        found = [each["properties"][0]["value"] for each in fields[title]["overrides"]]
+        found = found or [fields[title]["defaults"]["color"]]
+        # shades of one colour keep the servers apart
+        assert all(each["mode"] == "shades" for each in found)
+        return [each["fixedColor"] for each in found]
+
+    def named(*names: str) -> list[str]:
+        return [colours[name] for name in names]
+
+    assert lines("Accept length") == lines("SGLang's own accept length") == named("accept")
+    widths = lines("Verify width, tokens expected and committed per step")
+    assert widths == named("width", "accept", "quiet")
+    assert lines("Tokens per second") == named("speed", "draft", "accept")
+    assert lines("Time of a step by stage") == named("draft", "verify", "commit")
+    assert lines("Verify time per row") == named("verify")
+    steps = fields["Low-acceptance alarms"]["defaults"]["thresholds"]["steps"]
+    assert [each["color"] for each in steps] == named("speed", "alarm")
