@@ -21,6 +21,7 @@ SAMPLING = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0, "top_p": 0.95, "top_k": 64},
 }
+PORT = 30000  # the recipes' default
 PROMPT_IDS = (1000, 50000)
 WARM_UP_TOKENS = 8
 SECONDS_PER_RATE = 2.0  # total time of the longer batches over all tries
@@ -93,12 +94,20 @@ def spread_of(short: list[float], long: list[float]) -> float | None:
 
 
 def add_load_options(parser: argparse.ArgumentParser, *, lengths: tuple[int, int]) -> None:
+    """Add the options of a load: how many requests, their lengths, and where they are sent."""
+    parser.add_argument(
+        "--requests",
+        nargs="+",
+        type=int,
+        default=[1, 8, 32],
+        help="concurrent requests; default: 1 8 32",
+    )
     parser.add_argument(
         "--lengths",
         nargs=2,
         type=int,
         default=list(lengths),
-        help="the two output lengths, in tokens",
+        help="the two output lengths, in tokens; default: {} {}".format(*lengths),
     )
     parser.add_argument(
         "--tries",
@@ -107,7 +116,14 @@ def add_load_options(parser: argparse.ArgumentParser, *, lengths: tuple[int, int
         default=[2, 6],
         metavar=("FEWEST", "MOST"),
         # argparse %-formats help texts: %% is a percent sign
-        help=f"runs per length; stops once the two fastest agree within {AGREEMENT:.0%}%",
+        help=f"runs per length; stops once the two fastest agree within {AGREEMENT:.0%}%; "
+        "default: 2 6",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=PORT,
+        help="port of a server that runs alone; default: %(default)s",
     )
 
 

@@ -317,10 +317,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--cards",
         type=lambda text: [card(each) for each in text.split(",")],
-        default=CARDS,
-        help="compute capabilities, such as 8.9,12.0",
+        default=",".join("{}.{}".format(*each.capability) for each in CARDS),
+        help="compute capabilities; default: %(default)s",
     )
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        help="cards to compile for at once; default: %(default)s",
+    )
     return parser.parse_args()
 
 

@@ -141,11 +141,38 @@ def speed_up(results: dict[str, Any], profile: str, requests: int) -> float:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--serving", type=Path, default=RESULTS / "serving-h200.json")
-    parser.add_argument("--newest", type=Path, default=RESULTS / "serving-0.5.23-h200.json")
-    parser.add_argument("--newest-system", default="in-tree-fa4", help="its fastest there")
-    parser.add_argument("--load", type=Path, default=RESULTS / "load-gemma4-31b-h200.json")
-    parser.add_argument("--out", type=Path, default=RESULTS / "front-h200.png")
+    parser.add_argument(
+        "--serving",
+        type=Path,
+        default=RESULTS / "serving-h200.json",
+        help="results of benchmarks.serving, for the left half; default: "
+        "benchmarks/results/serving-h200.json",
+    )
+    parser.add_argument(
+        "--newest",
+        type=Path,
+        default=RESULTS / "serving-0.5.23-h200.json",
+        help="the same with a newer release of SGLang, hatched; default: "
+        "benchmarks/results/serving-0.5.23-h200.json",
+    )
+    parser.add_argument(
+        "--newest-system",
+        default="in-tree-fa4",
+        help="the fastest system of SGLang's DFLASH in --newest; default: %(default)s",
+    )
+    parser.add_argument(
+        "--load",
+        type=Path,
+        default=RESULTS / "load-gemma4-31b-h200.json",
+        help="results of benchmarks.load, for the right half; default: "
+        "benchmarks/results/load-gemma4-31b-h200.json",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=RESULTS / "front-h200.png",
+        help="picture to write; default: benchmarks/results/front-h200.png",
+    )
     options = parser.parse_args()
     serving, newest, load = (
         result_files.read(getattr(options, name), f"--{name}", "results")

@@ -327,18 +327,22 @@ def parse_options() -> argparse.Namespace:
         return [int(part) for part in text.split(",")]
 
     parser = parser_of(__doc__)
-    parser.add_argument("--layer", default="", help="only layers whose name contains this")
-    parser.add_argument("--requests", type=integers, default=[1, 8, 32])
-    parser.add_argument("--contexts", type=integers, default=[512, 8192, 32768])
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--page-size", type=int, default=1)
-    parser.add_argument("--replays", type=int, default=20)
-    parser.add_argument(
-        "--sweep",
-        action="store_true",
-        help="rank tile configurations and print the best for this card",
+    add = parser.add_argument
+    add("--layer", default="", help="only layers whose name contains this; default: all")
+    add(
+        "--requests", type=integers, default="1,8,32", help="requests at once; default: %(default)s"
     )
-    parser.add_argument("--processes", type=int, default=8, help="compiler processes for --sweep")
+    add(
+        "--contexts",
+        type=integers,
+        default="512,8192,32768",
+        help="tokens of each request; default: %(default)s",
+    )
+    add("--block-size", type=int, default=16, help="rows per request; default: %(default)s")
+    add("--page-size", type=int, default=1, help="tokens per page of KV; default: %(default)s")
+    add("--replays", type=int, default=20, help="timed replays of a graph; default: %(default)s")
+    add("--sweep", action="store_true", help="rank tiles and print the best for this card")
+    add("--processes", type=int, default=8, help="compilers for --sweep; default: %(default)s")
     result_files.add_result_options(parser, picture=False, servers=False)
     return parser.parse_args()
 

@@ -33,7 +33,6 @@ arguments are passed to all servers. Without a GPU, launch/cpu.sh serves the emb
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from functools import partial
@@ -53,6 +52,7 @@ from benchmarks import (
     sharing,
     systems,
 )
+from benchmarks.load_options import SHAPES, complaint, make_parser
 from benchmarks.load_points import Point, Questions, RandomPrompts, Text, measure_in_turn
 from benchmarks.load_report import draw, report
 from benchmarks.load_servers import (
@@ -65,19 +65,13 @@ from benchmarks.load_servers import (
     starts_of,
     switches,
 )
-from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import tiny_drafter, tiny_target
 from sglang_dflash.testing.progress import Progress, say
 from sglang_dflash.testing.server import ServerProcess, free_port
 
-SHAPES = ROOT / "benchmarks" / "shapes"
-REQUESTS = (1, 4, 8, 16, 32, 64, 128, 256)
-PROFILES = ("accept2", "accept4.2", "accept6", "accept8", "accept2+accept8", "recorded", "accept1")
-SYSTEMS = ("plain", "ours-16", "ours")
 START_S = 80.0  # estimates: to start a server, and around the windows of a point
 AROUND_S = 5.0
-PART = re.compile(r"recorded|accept\d+(\.\d+)?")
 
 
 class Ready(NamedTuple):
@@ -85,14 +79,6 @@ class Ready(NamedTuple):
 
     server: ServerProcess
     info: dict[str, Any]
-
-
-def profile_name(word: str) -> str:
-    if all(PART.fullmatch(part) for part in word.split("+")):
-        return word
-    raise argparse.ArgumentTypeError(
-        f"{word!r} is not recorded, acceptLENGTH such as accept4.2, or several of these joined by +"
-    )
 
 
 class Run:
@@ -288,7 +274,7 @@ def default_out(model_path: str) -> Path:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser()
+    parser = make_parser(__doc__)
     options, unknown = parser.parse_known_args(arguments)
     options.server_args = unknown
     if wrong := complaint(options):
@@ -300,68 +286,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options.out = options.out or options.into or default_out(options.model_path)
     options.ids = batch_load.prompt_ids(options.model_path)
     return options
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__)
-    known = sorted(path.name for path in SHAPES.iterdir() if not path.name.endswith("-draft"))
-    parser.add_argument("--shapes", choices=known, help="default: gemma4-31b on a GPU")
-    parser.add_argument("--model-path", help="another pair, with --draft-model-path")
-    parser.add_argument("--draft-model-path")
-    parser.add_argument("--load-format", help="default: dummy with --shapes, else auto")
-    parser.add_argument("--systems", nargs="*", type=systems.name_of_width, default=list(SYSTEMS))
-    parser.add_argument("--in-tree", nargs="+", type=float, metavar="LENGTH")
-    parser.add_argument("--requests", nargs="+", type=int, default=list(REQUESTS))
-    parser.add_argument("--profiles", nargs="+", type=profile_name, default=list(PROFILES))
-    parser.add_argument("--prompt", type=int, default=128, help="tokens, with --profiles")
-    parser.add_argument("--prompts", nargs="+", type=Path, help="jsonl files of real questions")
-    parser.add_argument(
-        "--temperatures", nargs="+", type=float, default=[0.0], help="with --prompts; default: 0"
-    )
-    parser.add_argument("--from-tokens", type=int, default=32, help="before a timed stretch")
-    parser.add_argument("--to-tokens", type=int, default=160, help="at the end of the stretch")
-    parser.add_argument("--seconds", type=float, default=1.0, help="least time of a window")
-    parser.add_argument("--warm-seconds", type=float, default=2.0, help="most time to warm up")
-    parser.add_argument("--rounds", type=int, default=12, help="most timed rounds of a point")
-    parser.add_argument("--ours-args", default="", help="further server arguments of ours, quoted")
-    systems.add_backend_option(parser)
-    sharing.add_options(parser)
-    parser.add_argument("--port", type=int, default=30000)
-    parser.add_argument("--budget-s", type=float, default=0.0, help="0: no limit")
-    parser.add_argument("--into", type=Path, help="add to the results in this file, and to OUT")
-    result_files.add_result_options(parser, picture=True)
-    return parser
-
-
-def complaint(options: argparse.Namespace) -> str | None:
-    """Return what is wrong with the arguments; None if nothing."""
-    asked = f"--from-tokens {options.from_tokens} --to-tokens {options.to_tokens}"
-    real, is_pair = bool(options.prompts), bool(options.model_path)
-    absent = [path for path in options.prompts or () if not path.is_file()]
-    wrong = {
-        "--model-path and --draft-model-path go together: pass both or neither": (
-            is_pair != bool(options.draft_model_path)
-        ),
-        f"{asked}: the second must be the larger one": (
-            not 0 <= options.from_tokens < options.to_tokens
-        ),
-        f"--prompts {' '.join(map(str, absent))}: no such file": absent,
-        "--in-tree LENGTH is for simulated acceptance: without --prompts": real and options.in_tree,
-        "--systems in-tree is for real questions (--prompts): pass --in-tree LENGTH": (
-            "in-tree" in options.systems and not real
-        ),
-        "--temperatures is for real questions (--prompts)": (
-            not real and options.temperatures != [0.0]
-        ),
-        f"--rounds {options.rounds}: pass 2 or more, for there are two windows": options.rounds < 2,
-        f"--into {options.into}: no such file. Pass --out for the first call": (
-            options.into and not options.into.is_file()
-        ),
-        "--prompts: name a pair by --model-path and --draft-model-path": (
-            real and not is_pair and torch.cuda.is_available()
-        ),
-    }
-    return next((message for message, is_so in wrong.items() if is_so), None)
 
 
 def choose_pair(options: argparse.Namespace) -> None:

@@ -117,9 +117,19 @@ def stream_seconds_per_step(steps: int) -> float:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--step-ms", nargs="+", type=float, help="step time for each of --requests")
+    parser.add_argument(
+        "--requests",
+        nargs="+",
+        type=int,
+        default=[1, 8, 32],
+        help="concurrent requests; default: 1 8 32",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=5000, help="steps to average over; default: %(default)s"
+    )
+    parser.add_argument(
+        "--step-ms", nargs="+", type=float, help="milliseconds of a step, for each of --requests"
+    )
     result_files.add_result_options(parser, picture=False, servers=False)
     options = parser.parse_args()
     if options.step_ms and len(options.step_ms) != len(options.requests):

@@ -211,14 +211,36 @@ def groups(options: argparse.Namespace, longest_prompt: int) -> Iterable[tuple[l
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--prompts", nargs="+", type=Path, required=True, help="jsonl files")
-    parser.add_argument("--model-path", help="default: the embedded pair")
-    parser.add_argument("--draft-model-path")
-    parser.add_argument("--systems", nargs="+", type=systems.name_of_width, default=list(SYSTEMS))
-    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="requests/s")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals at each rate")
-    parser.add_argument("--max-tokens", type=int, default=256, help="of an answer")
-    parser.add_argument("--budget-s", type=float, default=0.0, help="0: no limit")
+    parser.add_argument(
+        "--prompts", nargs="+", type=Path, required=True, help="jsonl files of questions"
+    )
+    parser.add_argument(
+        "--model-path", help="target: a folder or a model name; default: the embedded pair"
+    )
+    parser.add_argument("--draft-model-path", help="its drafter, if --model-path is given")
+    systems.add_systems_option(parser, systems.name_of_width, SYSTEMS)
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        type=float,
+        default=list(RATES),
+        help="requests per second; default: 1 2 4 8 16",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=30.0,
+        help="seconds of arrivals at each rate; default: %(default)g",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=256, help="limit for an answer; default: %(default)s"
+    )
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        default=0.0,
+        help="seconds after which no point is started; default: 0, no limit",
+    )
     systems.add_backend_option(parser)
     sharing.add_options(parser)
     result_files.add_result_options(parser, picture=False)

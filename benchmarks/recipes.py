@@ -46,7 +46,6 @@ from sglang_dflash.testing.server import NO_ANSWER, START_TIMEOUT_S, ServerProce
 
 LAUNCH = ROOT / "launch"
 SHAPES = ROOT / "benchmarks" / "shapes"
-PORT = 30000  # the recipes' default
 VARIANTS = {
     "bf16": [],
     "fp8-kv": ["--kv-cache-dtype", "fp8_e4m3"],
@@ -116,7 +115,7 @@ def serve(cell: Cell, options: argparse.Namespace, *, beside: int = 0) -> Server
     command += sharing.server_args(tokens_needed(options)) if beside else []
     command += options.server_args
     port = free_port() if beside else options.port
-    if port != PORT:
+    if port != batch_load.PORT:
         command += ["--port", str(port)]
     env = systems.switches(cell.system, cell.length) | {
         "TARGET": str(target),
@@ -273,33 +272,69 @@ def run_cells(
     return missing
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     parser.add_argument("--recipes", nargs="+", help="names of scripts in launch/; default: all")
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=["bf16"])
-    parser.add_argument("--systems", nargs="+", type=systems.system_name, default=list(SYSTEMS))
-    systems.add_backend_option(parser)
-    parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--context", type=int, default=512)
     parser.add_argument(
-        "--accept-length", type=int, default=8, help="accept length to simulate and measure"
+        "--variants",
+        nargs="+",
+        choices=list(VARIANTS),
+        default=["bf16"],
+        help="fp8-kv: FP8 KV cache; fp8: FP8 target; default: bf16",
+    )
+    systems.add_systems_option(parser, systems.system_name, SYSTEMS)
+    systems.add_backend_option(parser)
+    parser.add_argument(
+        "--context", type=int, default=512, help="tokens of a prompt; default: %(default)s"
+    )
+    parser.add_argument(
+        "--accept-length",
+        type=int,
+        default=8,
+        help="accept length to simulate and measure; default: %(default)s",
     )
     parser.add_argument(
         "--verify-lengths",
         nargs="+",
         type=int,
         default=[],
-        help="further accept lengths to measure",
+        help="further accept lengths to measure; default: none",
     )
-    parser.add_argument("--show-lengths", nargs="+", type=int, default=[4, 6, 8])
+    parser.add_argument(
+        "--show-lengths",
+        nargs="+",
+        type=int,
+        default=[4, 6, 8],
+        help="accept lengths in the table; default: 4 6 8",
+    )
     batch_load.add_load_options(parser, lengths=LENGTHS)
     sharing.add_options(parser)
-    parser.add_argument("--shapes", type=Path, default=SHAPES)
-    parser.add_argument("--tokenizer-path", type=Path, default=tiny_target())
-    parser.add_argument("--port", type=int, default=PORT)
-    parser.add_argument("--budget-s", type=float, default=0.0, help="0: no limit")
+    parser.add_argument(
+        "--shapes",
+        type=Path,
+        default=SHAPES,
+        help="folder of the recipes' configs; default: benchmarks/shapes",
+    )
+    parser.add_argument(
+        "--tokenizer-path",
+        type=Path,
+        default=tiny_target(),
+        help="tokenizer of all servers; default: that of the embedded target",
+    )
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        default=0.0,
+        help="seconds of the call; no server is started that is unlikely to end in time; "
+        "default: 0, no limit",
+    )
     parser.add_argument("--retry", action="store_true", help="retry what failed earlier")
     result_files.add_result_options(parser, picture=False)
+    return parser
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser()
     options, unknown = parser.parse_known_args(arguments)
     options.server_args = unknown
     batch_load.check_load_options(parser, options)

@@ -210,27 +210,35 @@ def compare_outputs(results: dict[str, Any]) -> dict[str, Any]:
 
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--model-path")
-    parser.add_argument("--draft-model-path")
-    parser.add_argument("--systems", nargs="+", type=systems.system_name, default=list(SYSTEMS))
-    parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--contexts", nargs="+", type=int, default=[512])
-    parser.add_argument("--sampling", nargs="+", choices=list(SAMPLING), default=["greedy"])
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model-path", help="target: a folder or a model name")
+    add("--draft-model-path", help="drafter: a folder or a model name")
+    systems.add_systems_option(parser, systems.system_name, SYSTEMS)
+    add("--contexts", nargs="+", type=int, default=[512], help="tokens of a prompt; default: 512")
+    add(
+        "--sampling",
+        nargs="+",
+        choices=list(SAMPLING),
+        default=["greedy"],
+        help="sampled: at temperature 1; default: greedy",
+    )
+    add(
         "--max-tokens",
         type=int,
         default=200_000,
-        help="skip batches with more prompt tokens than this",
+        help="skip batches with more prompt tokens than this; default: %(default)s",
     )
     batch_load.add_load_options(parser, lengths=(64, 320))
-    parser.add_argument("--simulate-accept-length", type=float, default=0.0)
-    parser.add_argument("--block-size", type=int, default=16)
-    systems.add_backend_option(parser)
-    parser.add_argument("--load-format", default="auto")
-    parser.add_argument("--port", type=int, default=30000)
-    parser.add_argument(
-        "--trace", action="store_true", help="also break down the GPU time of a step"
+    add(
+        "--simulate-accept-length",
+        type=float,
+        default=0.0,
+        help="accept length to simulate; default: 0, none",
     )
+    add("--block-size", type=int, default=16, help="of both DFLASH systems; default: %(default)s")
+    systems.add_backend_option(parser)
+    add("--load-format", default="auto", help="of SGLang; dummy: random weights; default: auto")
+    add("--trace", action="store_true", help="also break down the GPU time of a step")
     result_files.add_result_options(parser, picture=True)
     options, unknown = parser.parse_known_args()
     options.server_args = unknown

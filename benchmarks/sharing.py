@@ -42,7 +42,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--side-by-side", action="store_true", help="start several servers at the same time"
     )
     parser.add_argument(
-        "--at-once", type=int, default=0, help="how many servers; default: as many as the GPU holds"
+        "--at-once",
+        type=int,
+        default=0,
+        help="servers at a time; default: 0, as many as the GPU holds",
     )
 
 

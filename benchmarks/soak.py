@@ -75,25 +75,57 @@ def faults(report: dict[str, Any]) -> list[str]:
     return [what for what, is_so in found.items() if is_so]
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
-    parser.add_argument("--requests", type=int, default=1000, help="total over all pairs")
+    _add_load_options(parser)
+    _add_server_options(parser)
+    result_files.add_result_options(parser, picture=False)
+    return parser
+
+
+def _add_load_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--seconds", type=float, default=0, help="run for this long instead of --requests"
-    )
-    parser.add_argument("--pairs", type=int, default=1, help="server pairs, each with its own load")
-    parser.add_argument(
-        "--ranks", type=int, choices=(1, 2), default=1, help="of each DFLASH server"
+        "--requests", type=int, default=1000, help="total over all pairs; default: %(default)s"
     )
     parser.add_argument(
-        "--steps", type=int, default=0, help="compared steps of a pair after which to end"
+        "--seconds",
+        type=float,
+        default=0,
+        help="seconds to run, instead of --requests; default: 0, not by time",
     )
-    parser.add_argument("--concurrency", type=int, default=12, help="concurrent requests per pair")
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=1,
+        help="server pairs, each with its own load; default: %(default)s",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="of each DFLASH server; default: %(default)s",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=0,
+        help="compared steps of a pair after which to end; default: 0, no limit",
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=12,
+        help="concurrent requests per pair; default: %(default)s",
+    )
     parser.add_argument(
         "--updates", type=int, help="weight updates; default: 2 in a long run, else 0"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the first pair; each further pair adds 1"
+        "--seed",
+        type=int,
+        default=0,
+        help="of the first pair; each further pair adds 1; default: %(default)s",
     )
     parser.add_argument(
         "--no-seeds",
@@ -101,14 +133,29 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         action="store_false",
         help="send no seeded requests, which need deterministic mode and its own verify attention",
     )
+
+
+def _add_server_options(parser: argparse.ArgumentParser) -> None:
     # little more than the longest request, so that a few of them do not fit at once
-    parser.add_argument("--pool", type=int, default=2200, help="KV slots of a DFLASH server")
-    parser.add_argument("--chunk", type=int, default=64, help="prefill chunk size, in tokens")
-    parser.add_argument("--max-running", type=int, default=16, help="running requests per server")
+    parser.add_argument(
+        "--pool", type=int, default=2200, help="KV slots of a DFLASH server; default: %(default)s"
+    )
+    parser.add_argument(
+        "--chunk", type=int, default=64, help="prefill chunk size, in tokens; default: %(default)s"
+    )
+    parser.add_argument(
+        "--max-running",
+        type=int,
+        default=16,
+        help="running requests per server; default: %(default)s",
+    )
     parser.add_argument(
         "--script", type=Path, help="script that starts a server; default: launch/cpu.sh"
     )
-    result_files.add_result_options(parser, picture=False)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser()
     options = parser.parse_args(arguments)
     if options.updates is None:
         is_long = options.seconds >= LONG_STORM_S or options.requests >= LONG_STORM

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,24 @@ def named_width(system: str) -> str | None:
     """Return the verify width in a system's name, such as 16 in `ours-16`."""
     suffix = system.removeprefix("ours-")
     return suffix if suffix != system and suffix in WIDTHS else None
+
+
+def add_systems_option(
+    parser: argparse.ArgumentParser,
+    name: Callable[[str], str],
+    default: Sequence[str],
+    *,
+    nargs: str = "+",
+) -> None:
+    """Add the option for the systems to compare; `name` checks one's name."""
+    parser.add_argument(
+        "--systems",
+        nargs=nargs,
+        type=name,
+        default=list(default),
+        help="plain: no drafts; in-tree: SGLang's DFLASH; ours; or a variant, such as ours-16; "
+        f"default: {' '.join(default)}",
+    )
 
 
 def add_backend_option(parser: argparse.ArgumentParser) -> None:

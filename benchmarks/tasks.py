@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -248,39 +249,88 @@ class Run:
             result_files.write(self.found(), self.options.out, text, draw if picture else None)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    on_gpu = torch.cuda.is_available()
+def known_systems() -> tuple[str, ...]:
+    """Return the systems that run here: SGLang's DFLASH does not on a CPU."""
+    return SYSTEMS if torch.cuda.is_available() else ("plain", "ours")
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     parser.add_argument(
-        "--data", type=Path, help="folder with TASK.jsonl; by default they are fetched"
+        "--data",
+        type=Path,
+        help="folder with a TASK.jsonl for each task; default: they are fetched, once, to "
+        "~/.cache/sglang_dflash/tasks",
     )
-    parser.add_argument("--model-path", default=str(tiny_target()))
-    parser.add_argument("--draft-model-path", default=str(tiny_drafter()))
-    # SGLang's DFLASH does not run on a CPU
-    known = SYSTEMS if on_gpu else ("plain", "ours")
-    parser.add_argument("--systems", nargs="+", type=systems.system_name, default=list(known))
+    parser.add_argument(
+        "--model-path",
+        default=str(tiny_target()),
+        help="target: a folder or a model name; default: the embedded target",
+    )
+    parser.add_argument(
+        "--draft-model-path",
+        default=str(tiny_drafter()),
+        help="drafter: a folder or a model name; default: the embedded drafter",
+    )
+    systems.add_systems_option(parser, systems.system_name, known_systems())
     systems.add_backend_option(parser)
-    parser.add_argument("--tasks", nargs="+", help="default: those whose file is there")
-    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--limit", type=int, default=0, help="questions per task; 0: all")
-    parser.add_argument("--seconds-per-point", type=float, default=60.0, help="0: no limit")
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        help=f"{', '.join(TASKS)}, or NAME for NAME.jsonl in --data; default: those named here, "
+        "without what cannot be fetched, or what --data does not have",
+    )
+    parser.add_argument(
+        "--concurrency",
+        nargs="+",
+        type=int,
+        default=[1, 8, 32],
+        help="concurrent requests; default: 1 8 32",
+    )
+    _add_point_options(parser)
+    sharing.add_options(parser)
+    result_files.add_result_options(parser, picture=True)
+    return parser
+
+
+def _add_point_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--limit", type=int, default=0, help="questions per task; default: 0, all")
+    parser.add_argument(
+        "--seconds-per-point",
+        type=float,
+        default=60.0,
+        help="seconds of a point, all rounds together, after which no question is started; 0: no "
+        "limit; default: %(default)g",
+    )
     parser.add_argument(
         "--questions",
         nargs="+",
         type=int,
         help="questions of each task, one number for each of --concurrency, instead of a time",
     )
-    parser.add_argument("--rounds", type=int, default=2, help="repetitions of each point")
-    parser.add_argument("--max-tokens", type=int, default=4096)
-    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0])
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="repetitions of each point; default: %(default)s"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=4096, help="limit for an answer; default: %(default)s"
+    )
+    parser.add_argument(
+        "--temperature",
+        nargs="+",
+        type=float,
+        default=[0.0],
+        help="sampling temperatures; default: 0, greedy",
+    )
     parser.add_argument(
         "--thinking", action="store_true", help="enable thinking in the chat template"
     )
-    sharing.add_options(parser)
-    result_files.add_result_options(parser, picture=True)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser()
     options, unknown = parser.parse_known_args(arguments)
     options.server_args = unknown
-    strange = [s for s in options.systems if systems.kind_of(s) not in known]
+    strange = [s for s in options.systems if systems.kind_of(s) not in known_systems()]
     if strange:
         parser.error(f"--systems {' '.join(strange)}: SGLang's DFLASH does not run on a CPU")
     if options.questions and len(options.questions) != len(options.concurrency):
@@ -300,6 +350,7 @@ def find_questions(options: argparse.Namespace) -> None:
     unfetched: dict[str, str] = {}
     if options.data is None:
         options.data = task_files.FOLDER
+        refuse_unknown(options.tasks or (), options.data)
         unfetched = task_files.fetch(options.tasks or TASKS, options.data)
     if options.tasks is None:
         options.tasks = known_tasks(options.data, unfetched)
@@ -308,6 +359,16 @@ def find_questions(options: argparse.Namespace) -> None:
         raise SystemExit(
             f"--tasks: not fetched: {why}. Pass the folder with their files as --data."
         )
+
+
+def refuse_unknown(asked: Iterable[str], folder: Path) -> None:
+    """Exit if a task is neither known nor one's own, whose file is in the folder."""
+    for task in asked:
+        if task not in TASKS and not task_files.file_of(task, folder).is_file():
+            raise SystemExit(
+                f"--tasks: there is no task named {task}. Pass some of: {', '.join(TASKS)}. To add "
+                f"your own, pass the folder with its {task}.jsonl as --data DIR."
+            )
 
 
 def main() -> None:

@@ -357,14 +357,28 @@ def naming(option: str, path: Path) -> Iterator[None]:
 def main() -> None:
     parser = parser_of(__doc__)
     results = ROOT / "benchmarks" / "results"
-    parser.add_argument("--serving", type=Path, default=results / "serving-h200.json")
+    parser.add_argument(
+        "--serving",
+        type=Path,
+        default=results / "serving-h200.json",
+        help="results of benchmarks.serving; default: benchmarks/results/serving-h200.json",
+    )
     parser.add_argument(
         "--server-info", type=Path, help="saved /server_info of a server on one H200, or its width"
     )
     parser.add_argument(
-        "--shapes", type=Path, default=ROOT / "benchmarks" / "shapes" / "gemma4-31b"
+        "--shapes",
+        type=Path,
+        default=ROOT / "benchmarks" / "shapes" / "gemma4-31b",
+        help="folder of the target's config, with the drafter's beside it; default: "
+        "benchmarks/shapes/gemma4-31b",
     )
-    parser.add_argument("--latency-us", type=float, default=10.0, help="of each collective")
+    parser.add_argument(
+        "--latency-us",
+        type=float,
+        default=10.0,
+        help="microseconds of each collective; default: %(default)g",
+    )
     options = parser.parse_args()
     found = result_files.read(options.serving, "--serving", "results")
     with naming("--serving", options.serving):

@@ -146,9 +146,9 @@ def report(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("trace", type=Path, help="trace file of SGLang's profiler, .json.gz")
     parser.add_argument(
-        "--top", type=int, default=0, help="also list this many of the longest kernels"
+        "--top", type=int, default=0, help="also list this many of the longest kernels; default: 0"
     )
     parser.add_argument("--out", type=Path, help="write the split as JSON")
     options = parser.parse_args()

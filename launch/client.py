@@ -102,9 +102,13 @@ def refusal(url: str, error: openai.APIError) -> str:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("question")
-    parser.add_argument("--url", default="http://127.0.0.1:30000")
-    parser.add_argument("--no-thinking", action="store_true")
+    parser.add_argument("question", help="what to ask")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:30000", help="the server; default: %(default)s"
+    )
+    parser.add_argument(
+        "--no-thinking", action="store_true", help="disable thinking in the chat template"
+    )
     parser.add_argument(
         "--max-tokens", type=int, help="limit for the answer; default: the rest of the context"
     )

@@ -35,8 +35,18 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--stop-after", choices=("answers", "train"), help="skip the stages after this one")
     add("--evaluate-only", action="store_true", help="only evaluate the drafter in --out again")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--seed", type=int, default=TrainConfig.seed)
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: the GPU if there is one; default: %(default)s",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=TrainConfig.seed,
+        help="of all random choices; default: %(default)s",
+    )
     add("--licence", default=TrainConfig.licence, help="licence to state in the model card")
     _add_answers(parser.add_argument_group("the target's answers"))
     _add_drafter(parser.add_argument_group("the drafter"))
@@ -61,7 +71,12 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         default=TrainConfig.answers,
         help="answers of another run, instead of --prompts",
     )
-    add("--engine", choices=("auto", "sglang", "transformers"), default=TrainConfig.engine)
+    add(
+        "--engine",
+        choices=("auto", "sglang", "transformers"),
+        default=TrainConfig.engine,
+        help="what generates answers; auto: sglang on a GPU, if installed; default: %(default)s",
+    )
     add("--attention-backend", default=TrainConfig.attention_backend, help="of the SGLang engine")
     add(
         "--engine-rows",
@@ -76,11 +91,7 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         help="all but the first are sampled",
     )
     add("--max-new-tokens", type=int, help=_default("max_new_tokens"))
-    add(
-        "--max-length",
-        type=int,
-        help=f"prompt and answer together, in tokens; {_default('max_length')}",
-    )
+    add("--max-length", type=int, help=f"tokens of prompt and answer; {_default('max_length')}")
     add("--answer-minutes", type=float, help="stop generating after this many minutes")
     add(
         "--share",
@@ -139,7 +150,12 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         help="training time, resumed runs included; --steps may end it earlier",
     )
     add("--pause-after", type=float, help="write a checkpoint and exit after this many minutes")
-    add("--checkpoint-every", type=float, default=TrainConfig.checkpoint_every, help="in minutes")
+    add(
+        "--checkpoint-every",
+        type=float,
+        default=TrainConfig.checkpoint_every,
+        help="in minutes; default: %(default)g",
+    )
     add("--tokens-per-batch", type=int, help=f"padding included; {_default('tokens_per_batch')}")
     add(
         "--anchors",
@@ -151,7 +167,12 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         choices=("auto", "muon", "adamw"),
         help="auto: muon on a GPU, adamw on a CPU, where Muon's bf16 GEMMs may take seconds",
     )
-    add("--learning-rate", type=float, default=TrainConfig.learning_rate)
+    add(
+        "--learning-rate",
+        type=float,
+        default=TrainConfig.learning_rate,
+        help="highest rate; default: %(default)g",
+    )
     add(
         "--labels",
         choices=("soft", "hard"),
@@ -172,17 +193,23 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         type=float,
         help="decay constant of --loss decay; default 7 for block 16, 5 for 10, 4 for 8",
     )
+    _add_implementation(group)
+
+
+def _add_implementation(group: argparse._ArgumentGroup) -> None:
+    """Add what changes speed and memory, but not what is learnt."""
+    add = group.add_argument
     add(
         "--chunk-rows",
         type=int,
         default=TrainConfig.chunk_rows,
-        help="rows of logits held in memory at once",
+        help="rows of logits held in memory at once; default: %(default)s",
     )
     add(
         "--attention",
         choices=("auto", "sdpa", "flex"),
         default=TrainConfig.attention,
-        help="attention implementation for the blocks",
+        help="attention implementation for the blocks; default: %(default)s",
     )
 
 

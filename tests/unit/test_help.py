@@ -1,9 +1,10 @@
-"""`--help` of every program: it ends with examples, which its parser accepts."""
+"""`--help` of every program: it explains all options, and ends with examples that parse."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -12,22 +13,55 @@ import pytest
 from sglang_dflash.__main__ import make_parser
 from sglang_dflash.command_help import parser_of
 from tests.program_files import program_files
-from tests.unit.test_documents import arguments_of, parse
+from tests.unit.test_documents import Parsed, arguments_of, parse
 
 OURS = Path("sglang_dflash/__main__.py")
 # since.py reads no arguments
 WITHOUT_EXAMPLE = {Path("tests/smoke/since.py")}
 PROGRAMS = [path for path in program_files() if path not in WITHOUT_EXAMPLE]
+EXPLAINED = [path for path in PROGRAMS if str(path.parent) in ("benchmarks", "launch")]
 
 
-def commands() -> list[str]:
+def commands() -> dict[str, argparse.ArgumentParser]:
     """Return the commands of `sglang-dflash`."""
     [table] = [
         action
         for action in make_parser()._actions
         if isinstance(action, argparse._SubParsersAction)
     ]
-    return list(table.choices)
+    return dict(table.choices)
+
+
+def options_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[argparse.Action]:
+    """Return the options of a program, which its `main` gives the parser."""
+    found: list[argparse.Action] = []
+
+    def keep(parser: argparse.ArgumentParser, *_: object) -> None:
+        found.extend(parser._actions)
+        raise Parsed
+
+    program = importlib.import_module(module_of(path))
+    with monkeypatch.context() as patch, pytest.raises(Parsed):
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", keep)
+        patch.setattr(sys, "argv", [str(path)])
+        program.main()
+    return found
+
+
+def name_of(action: argparse.Action) -> str:
+    return action.option_strings[0] if action.option_strings else action.dest
+
+
+def hides_default(action: argparse.Action) -> bool:
+    """Return whether the help of an option omits a default, or tells another one. A path,
+    and what is empty, can be in words."""
+    default, shown = action.default, (action.help or "") % vars(action)
+    if default is None or default is argparse.SUPPRESS or isinstance(default, bool):
+        return False
+    values = default if isinstance(default, list | tuple) else [default]
+    words = " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)
+    is_short = bool(words) and "/" not in words
+    return not re.search(f"default: {re.escape(words)}(?:[,;]|$)" if is_short else "default", shown)
 
 
 def module_of(path: Path) -> str:
@@ -82,6 +116,39 @@ def test_every_command_shows_an_example_that_it_accepts(
     [line] = own_commands(OURS, examples_in(shown))
     assert arguments_of(line)[1][0] == command
     parse(line, is_whole=True, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("path", EXPLAINED, ids=str)
+def test_every_option_is_explained_with_its_default(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options_of(path, monkeypatch)
+    assert options
+    assert [name_of(each) for each in options if not each.help] == []
+    assert [name_of(each) for each in options if hides_default(each)] == []
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_option_of_a_command_is_explained(command: str) -> None:
+    assert [name_of(each) for each in commands()[command]._actions if not each.help] == []
+
+
+def test_a_default_that_the_help_hides_is_found() -> None:
+    parser = argparse.ArgumentParser()
+    add = parser.add_argument
+    shown = [
+        add("--steps", default=50, help="steps; default: %(default)s"),
+        add("--rates", default=[0.5, 2.0], help="requests/s; default: 0.5 2, both"),
+        add("--limit", default=0, help="default: 0, no limit"),
+        add("--out", default=Path("/a/x"), help="default: the one in a"),
+        add("--plain", action="store_true"),
+    ]
+    hidden = [
+        add("--few", default=5, help="few; default: 50"),
+        add("--many", default=[1, 8], help="1 or 8"),
+        add("--none", default=0, help="0: no limit"),
+    ]
+    assert not any(map(hides_default, shown)) and all(map(hides_default, hidden))
 
 
 def test_a_help_is_the_first_paragraph_and_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:

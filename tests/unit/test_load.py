@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import load, load_points, load_report, load_servers, load_windows
+from benchmarks import load, load_options, load_points, load_report, load_servers, load_windows
 from benchmarks.load_windows import Lap
 from sglang_dflash.simulate import DrawnAcceptance
 
@@ -158,7 +158,7 @@ def test_request_ids_name_profiles_and_never_repeat() -> None:
     assert load_points.rids_of("accept4.2", 1, 0) == ["accept4.2-accept4.2-1-0-0"]
     mixed = load_points.rids_of("accept2+accept8", 4, 1)
     assert [rid.partition("-")[0] for rid in mixed] == ["accept2", "accept8"] * 2
-    points = [(profile, n) for profile in load.PROFILES for n in (2, 4)]
+    points = [(profile, n) for profile in load_options.PROFILES for n in (2, 4)]
     everything = [
         rid for p, n in points for number in (0, 1) for rid in load_points.rids_of(p, n, number)
     ]
@@ -166,8 +166,8 @@ def test_request_ids_name_profiles_and_never_repeat() -> None:
 
 
 def test_every_default_profile_is_one_that_the_worker_draws() -> None:
-    for profile in load.PROFILES:
-        rids = load_points.rids_of(load.profile_name(profile), 4, 0)
+    for profile in load_options.PROFILES:
+        rids = load_points.rids_of(load_options.profile_name(profile), 4, 0)
         assert len(DrawnAcceptance().draw(rids).num_correct) == 4
 
 
@@ -184,7 +184,7 @@ def test_an_unknown_system_is_refused(word: str, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("word", ["accept", "half", "accept2+", "accept2-8"])
 def test_an_unknown_profile_is_refused(word: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="such as accept4.2"):
-        load.profile_name(word)
+        load_options.profile_name(word)
 
 
 def test_one_server_per_system_measures_what_it_can() -> None:

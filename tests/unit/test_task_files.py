@@ -102,3 +102,17 @@ def test_tasks_run_with_what_could_be_fetched(
     (tmp_path / "mbpp.jsonl").unlink()
     with pytest.raises(SystemExit, match="has none of gsm8k"):
         tasks.parse([])
+
+
+def test_a_task_of_no_such_name_is_refused_with_the_known_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_files, "FOLDER", tmp_path)
+    monkeypatch.setattr(task_files, "rows", lambda *_: pytest.fail("fetched"))
+    with pytest.raises(SystemExit, match=r"no task named nonsense\. .*: gsm8k, .*, mtbench") as e:
+        tasks.parse(["--tasks", "gsm8k", "nonsense"])
+    assert "nonsense.jsonl as --data DIR" in str(e.value)
+    # one's own, in a folder
+    (tmp_path / "nonsense.jsonl").write_text('{"id": "1", "prompt": "Say something."}')
+    options = tasks.parse(["--tasks", "nonsense", "--data", str(tmp_path)])
+    assert options.tasks == ["nonsense"] and options.data == tmp_path
