@@ -321,16 +321,19 @@ def test_a_drafter_is_trained_further_from_its_own_weights(out: Path, tmp_path: 
 def test_what_cannot_be_trained_further_is_refused(
     out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    other = tmp_path / "other"
+    other, causal = tmp_path / "other", tmp_path / "causal"
     other.mkdir()
+    causal.mkdir()
     raw = json.loads((tiny_drafter() / "config.json").read_text())
     reasons = {
         "no/such/drafter": "is neither a folder nor a model that can be downloaded",
         str(tmp_path): "has no config.json. Pass a drafter's folder.",
         str(tiny_target()): "it is not a DFlash drafter",
         str(other): "for another target: hidden_size is 64 but the target's is 128",
+        str(causal): "does not support: is_causal True",
     }
     (other / "config.json").write_text(json.dumps(raw | {"hidden_size": 64}))
+    (causal / "config.json").write_text(json.dumps(raw | {"is_causal": True}))
     for name, reason in reasons.items():
         given = ("--answers", *answer_files(out), "--init-from", name, "--out", tmp_path / "out")
         assert train(*UNSHAPED, *given) == 2
