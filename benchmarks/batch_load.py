@@ -6,7 +6,7 @@ import argparse
 import random
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,15 +93,43 @@ def spread_of(short: list[float], long: list[float]) -> float | None:
     return (max(taken) - min(taken)) / max(min(taken), 1e-6)
 
 
-def add_load_options(parser: argparse.ArgumentParser, *, lengths: tuple[int, int]) -> None:
-    """Add the options of a load: how many requests, their lengths, and where they are sent."""
+def add_requests_option(
+    parser: argparse.ArgumentParser,
+    default: Sequence[int] = (1, 8, 32),
+    *,
+    name: str = "--requests",
+) -> None:
+    told = " ".join(map(str, default))
     parser.add_argument(
-        "--requests",
+        name,
         nargs="+",
         type=int,
-        default=[1, 8, 32],
-        help="concurrent requests; default: 1 8 32",
+        default=list(default),
+        help=f"concurrent requests; default: {told}",
     )
+
+
+def add_port_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=PORT,
+        help="port of a server that runs alone; default: %(default)s",
+    )
+
+
+def add_budget_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        default=0.0,
+        help="seconds after which no point is started; default: 0, no limit",
+    )
+
+
+def add_load_options(parser: argparse.ArgumentParser, *, lengths: tuple[int, int]) -> None:
+    """Add the options of a load: how many requests, their lengths, and where they are sent."""
+    add_requests_option(parser)
     parser.add_argument(
         "--lengths",
         nargs=2,
@@ -119,12 +147,7 @@ def add_load_options(parser: argparse.ArgumentParser, *, lengths: tuple[int, int
         help=f"runs per length; stops once the two fastest agree within {AGREEMENT:.0%}%; "
         "default: 2 6",
     )
-    parser.add_argument(
-        "--port",
-        type=int,
-        default=PORT,
-        help="port of a server that runs alone; default: %(default)s",
-    )
+    add_port_option(parser)
 
 
 def check_load_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -32,18 +32,8 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
     _add_point_options(parser)
     _add_window_options(parser)
     sharing.add_options(parser)
-    parser.add_argument(
-        "--port",
-        type=int,
-        default=batch_load.PORT,
-        help="port of a server that runs alone; default: %(default)s",
-    )
-    parser.add_argument(
-        "--budget-s",
-        type=float,
-        default=0.0,
-        help="seconds after which no point is started; default: 0, no limit",
-    )
+    batch_load.add_port_option(parser)
+    batch_load.add_budget_option(parser)
     parser.add_argument("--into", type=Path, help="add to the results in this file, and to OUT")
     result_files.add_result_options(parser, picture=True)
     return parser
@@ -77,13 +67,7 @@ def _add_point_options(parser: argparse.ArgumentParser) -> None:
         metavar="LENGTH",
         help="also SGLang's DFLASH, with a server for each simulated accept length; default: none",
     )
-    parser.add_argument(
-        "--requests",
-        nargs="+",
-        type=int,
-        default=list(REQUESTS),
-        help=f"concurrent requests; default: {' '.join(map(str, REQUESTS))}",
-    )
+    batch_load.add_requests_option(parser, REQUESTS)
     parser.add_argument(
         "--profiles",
         nargs="+",

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import result_files
+from benchmarks import batch_load, result_files
 from benchmarks.systems import BLOCK_SIZE
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.glue import compat
@@ -117,13 +117,7 @@ def stream_seconds_per_step(steps: int) -> float:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--requests",
-        nargs="+",
-        type=int,
-        default=[1, 8, 32],
-        help="concurrent requests; default: 1 8 32",
-    )
+    batch_load.add_requests_option(parser)
     parser.add_argument(
         "--steps", type=int, default=5000, help="steps to average over; default: %(default)s"
     )

@@ -32,7 +32,15 @@ from typing import Any, NamedTuple
 
 import requests
 
-from benchmarks import ROOT, load_servers, real_text, result_files, sharing, systems
+from benchmarks import (
+    ROOT,
+    batch_load,
+    load_servers,
+    real_text,
+    result_files,
+    sharing,
+    systems,
+)
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.interrupt import end_on_interrupt
 from sglang_dflash.pairs import tiny_drafter, tiny_target
@@ -235,12 +243,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--max-tokens", type=int, default=256, help="limit for an answer; default: %(default)s"
     )
-    parser.add_argument(
-        "--budget-s",
-        type=float,
-        default=0.0,
-        help="seconds after which no point is started; default: 0, no limit",
-    )
+    batch_load.add_budget_option(parser)
     systems.add_backend_option(parser)
     sharing.add_options(parser)
     result_files.add_result_options(parser, picture=False)

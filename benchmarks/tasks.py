@@ -37,7 +37,7 @@ from typing import Any
 import requests
 import torch
 
-from benchmarks import result_files, sharing, systems, task_files
+from benchmarks import batch_load, result_files, sharing, systems, task_files
 from benchmarks.systems import SYSTEMS
 from benchmarks.task_questions import (
     TASKS,
@@ -280,13 +280,7 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"{', '.join(TASKS)}, or NAME for NAME.jsonl in --data; default: those named here, "
         "without what cannot be fetched, or what --data does not have",
     )
-    parser.add_argument(
-        "--concurrency",
-        nargs="+",
-        type=int,
-        default=[1, 8, 32],
-        help="concurrent requests; default: 1 8 32",
-    )
+    batch_load.add_requests_option(parser, name="--concurrency")
     _add_point_options(parser)
     sharing.add_options(parser)
     result_files.add_result_options(parser, picture=True)
