@@ -147,13 +147,11 @@ def check(
         yield "exact", found
     if "deployed" in servers:
         script = script_folder(folder, "deployed")
-        yield (
-            "deployed",
-            checks.check_answers(
-                *(servers["deployed"], prompts, script),
-                has_fp8_activations=family.has_fp8_activations,
-            ),
+        found = checks.check_answers(
+            *(servers["deployed"], prompts, script),
+            has_fp8_activations=family.has_fp8_activations,
         )
+        yield "deployed", found
 
 
 def run_recipe() -> dict[str, Any]:
