@@ -14,17 +14,12 @@ import pytest
 import requests
 
 from sglang_dflash.metrics import JUDGED_WIDTH
-from sglang_dflash.testing.server import ROOT, Server, free_port
+from sglang_dflash.testing.server import Server, free_port
+from tests.dashboard import DASHBOARD, OBSERVABILITY, PANELS, filled
 
-OBSERVABILITY = ROOT / "launch" / "observability"
-DASHBOARD = json.loads((OBSERVABILITY / "grafana-dashboard.json").read_text())
-# Grafana puts this for "All"
-VARIABLE = re.compile(r"\$(model|instance|replica)\b")
 QUERIES = {
-    (panel["title"], target["refId"]): VARIABLE.sub(".*", target["expr"]).replace(
-        "$__rate_interval", "1m"
-    )
-    for panel in DASHBOARD["panels"]
+    (panel["title"], target["refId"]): filled(target["expr"])
+    for panel in PANELS
     for target in panel["targets"]
 }
 
@@ -114,14 +109,14 @@ def test_the_variables_of_the_dashboard_have_choices(prometheus: str, name: str)
     assert found is not None
     response = requests.get(
         f"{prometheus}/api/v1/label/{found[2]}/values",
-        params={"match[]": VARIABLE.sub(".*", found[1])},
+        params={"match[]": filled(found[1])},
         timeout=20,
     )
     assert len(response.json()["data"]) == 1
 
 
 def test_every_panel_says_what_it_shows() -> None:
-    assert all(panel["description"] for panel in DASHBOARD["panels"])
+    assert all(panel["description"] for panel in PANELS)
 
 
 ALERTS = {

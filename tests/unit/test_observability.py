@@ -21,10 +21,10 @@ import pytest
 import requests
 import yaml
 
-from sglang_dflash.testing.server import ROOT, free_port
+from sglang_dflash.testing.server import free_port
+from tests.dashboard import OBSERVABILITY, PANELS, filled
 
-FOLDER = ROOT / "launch" / "observability"
-START = FOLDER / "start.py"
+START = OBSERVABILITY / "start.py"
 # takes Grafana's place: writes down how it was started, and says that it is healthy
 GRAFANA = """#!{python}
 import http.server, json, os, sys
@@ -141,20 +141,19 @@ def read(path: Path) -> Any:
 
 
 def test_containers_get_the_files_that_are_here() -> None:
-    services = read(FOLDER / "compose.yml")["services"]
+    services = read(OBSERVABILITY / "compose.yml")["services"]
     volumes = [each for service in services.values() for each in service["volumes"]]
     mounted = [each.split(":")[0] for each in volumes if each.startswith("./")]
-    assert mounted and all((FOLDER / name).exists() for name in mounted)
+    assert mounted and all((OBSERVABILITY / name).exists() for name in mounted)
     # both ways to start Grafana set what its files ask for
-    paths = list((FOLDER / "provisioning").rglob("*.yml"))
+    paths = list((OBSERVABILITY / "provisioning").rglob("*.yml"))
     asked = {word for path in paths for word in path.read_text().split() if word.startswith("$")}
     assert asked == {"$PROMETHEUS_URL", "$DASHBOARDS"}
     assert {word[1:] for word in asked} <= set(services["grafana"]["environment"])
-    [source] = read(FOLDER / "provisioning/datasources/prometheus.yml")["datasources"]
+    [source] = read(OBSERVABILITY / "provisioning/datasources/prometheus.yml")["datasources"]
     assert source["type"] == "prometheus" and source["isDefault"]
 
 
-PANELS = json.loads((FOLDER / "grafana-dashboard.json").read_text())["panels"]
 QUERIES = [(panel, target) for panel in PANELS for target in panel["targets"]]
 AGGREGATE = re.compile(r"\b(?:sum|avg)\b(?: by \(([\w, ]*)\))?")
 METRIC = re.compile(r"sglang\[:_\](\w+)")
@@ -205,12 +204,10 @@ def test_two_models_are_never_one_line(tmp_path: Path) -> None:
     ]
     cases = []
     for panel, target in QUERIES:
-        expr = re.sub(r"\$(model|instance|replica)\b", ".*", target["expr"])
-        expr = expr.replace("$__rate_interval", "1m")
         lines = 1 if is_heatmap(panel) else len(servers)
         expected = [{"labels": "{}", "value": lines}]
         # so a line without these labels counts as one of all servers
-        count = f"count(count by (model_name, instance) ({expr}))"
+        count = f"count(count by (model_name, instance) ({filled(target['expr'])}))"
         cases.append({"expr": count, "eval_time": "9m", "exp_samples": expected})
     test = {"interval": "15s", "input_series": series, "promql_expr_test": cases}
     (tmp_path / "case.yml").write_text(json.dumps({"tests": [test]}))
