@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING
-
 from sglang_dflash.commands.card_names import BY_SIZE, CARDS
-
-if TYPE_CHECKING:
-    from sglang_dflash.commands.card_plan import Offer
+from sglang_dflash.commands.card_plan import Offer, offers
 
 HEAD = """| card | target | weights | KV cache | context | KV tokens |
 |---|---|---|---|---|---|
@@ -17,18 +12,13 @@ MOST_PER_CARD = 3
 
 
 def run_cards() -> int:
-    """Print the table; before, that it takes a while, where a user is waiting for it."""
-    if sys.stderr.isatty():
-        print("cards: loading SGLang, which takes some seconds", file=sys.stderr, flush=True)
+    """Print the table."""
     print(table(), end="")
     return 0
 
 
 def table() -> str:
     """Return the first pairs that fit each size of card."""
-    # imports torch and SGLang, which is slow
-    from sglang_dflash.commands.card_plan import offers
-
     rows = []
     for size, name in BY_SIZE.items():
         card = CARDS[name]

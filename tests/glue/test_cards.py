@@ -6,15 +6,12 @@ import argparse
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_dflash.__main__ import main, make_parser
-from sglang_dflash.commands import cards as command
 from sglang_dflash.commands.asked_card import AskedCard
 from sglang_dflash.commands.card_names import BY_SIZE, CARDS, card_named
 from sglang_dflash.commands.card_plan import WANTED_TOKENS, Offer, count, offers
@@ -303,21 +300,3 @@ def test_the_table_is_up_to_date() -> None:
     assert table() in text
     named = re.findall(r"`([\w.-]+/[\w.-]+)`", table())
     assert set(named) <= {form.target for _, form in FORMS}
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_who_waits_for_the_table_is_told_so_before_what_is_slow(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def late() -> str:
-        return capsys.readouterr().err
-
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    monkeypatch.setattr(command, "table", late)
-    assert main(["cards"]) == 0
-    told = capsys.readouterr()
-    assert told.out == ("cards: loading SGLang, which takes some seconds\n" if is_terminal else "")
-    assert told.err == ""
-    loaded = "import sys, sglang_dflash.commands.cards as _; print('torch' in sys.modules)"
-    found = subprocess.check_output([sys.executable, "-c", loaded], text=True, cwd=ROOT)
-    assert found == "False\n"
