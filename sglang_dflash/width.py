@@ -40,11 +40,11 @@ from sglang_dflash.survival import Acceptance, SharedSteps
 
 # share of the evidence that is kept when all requests are new
 LEAST_KEPT = 0.1
-# what is left of the evidence when a probe looks again: about as much as the probe adds
-PROBE_ATTEMPTS, PROBE_REQUESTS = 16.0, 8
-# the same where rows are shared out: drafts that a probe verifies, and what is left of the curve,
-# next to nothing, as a probe shows the confidences of all requests. So it is when outcomes
-# contradict what was learnt
+# requests that a probe asks, by several steps if there are fewer
+PROBE_REQUESTS = 8
+# where rows are shared out: drafts that a probe verifies, and what is left of the curve, next to
+# nothing, as a probe shows the confidences of all requests. So it is when outcomes contradict what
+# was learnt
 PROBE_DRAFTS, PROBE_KEPT = 16, 1 / 256
 
 # another width must be better by this factor, unless it is a smaller one where rows are shared out
@@ -55,20 +55,35 @@ TIE = 1.005
 # what they cost must not be inferred from steps that draft
 NEARLY, TIMED_STEPS = 0.85, 8
 # where the device waits for the host, whose time changes slowly, a choice is kept for so many
-# steps: making it takes time of the host's
-HELD_STEPS = 8
+# passes: making it takes time of the host's
+HELD_PASSES = 8
 # passes of a step without drafts where the host sets the pace: so many tokens share what it does
 # once a step, as SGLang's scheduler does. A request that stops leaves half of them unused on
 # average, and with overlap those of the step after it. So it must promise this much more to begin,
 # and be measured to bring it
 PASSES, REPEATED_GAIN = 8, 1.1
+# while several passes run nothing is learnt of drafts, and they fare worst at the beginning of a
+# text: so the passes must promise this much more than drafting
+DRAFTS_AHEAD = 1.15
 # steps of a probe from there: the wait behind the first one is not its own. The first probes also
 # learn what drafting takes the host
 REPEATED_PROBE, FIRST_REPEATED_PROBE = 2, 1 + ENOUGH_STEPS
-# seconds between probes, and the share of time that they may cost
-FIRST_INTERVAL, LAST_INTERVAL, PROBE_SHARE = 1.0, 10.0, 0.01
 # steps of given widths to begin with, where costs are not known
 STARTING_STEPS = 12
+
+
+class Probes(NamedTuple):
+    """How often steps without drafts are interrupted by some with drafts."""
+
+    first: float  # seconds between them, doubled from probe to probe
+    last: float
+    share: float  # of the time, which they may cost
+    # what is left of the evidence when one begins: about as much as it adds
+    attempts: float
+
+
+PROBES = Probes(first=1.0, last=10.0, share=0.01, attempts=16.0)
+REPEATED_PROBES = Probes(first=0.05, last=1.0, share=0.03, attempts=6.0)
 
 
 class Choice(NamedTuple):
@@ -111,7 +126,7 @@ class WidthPolicy:
             for k in range(STARTING_STEPS if isinstance(costs, LearntCosts) else 0)
         ]
         self._since = self._next_probe = self._next_allowed = clock()
-        self._interval = FIRST_INTERVAL
+        self._interval = PROBES.first
         self._probes = 0
         self._repeats_gain = False  # whether several passes run and were measured to gain enough
         self._timed_without: set[int] = set()  # rows of graphs that took steps without drafts
@@ -145,6 +160,8 @@ class WidthPolicy:
             if planned in choices:
                 return planned
         rates = [number / time for number, time in zip(tokens, ms, strict=True)]
+        if choices[0].passes > 1:
+            rates[0] /= DRAFTS_AHEAD
         place, best = 0, max(rates)
         while rates[place] * (TIE if is_shared else 1) < best:
             place += 1
@@ -154,9 +171,10 @@ class WidthPolicy:
             # of those that cost the same as the last one the widest is best
             place = len(ms) - 1 - ms[::-1].index(ms[last])
         now = self._clock()
-        if (place == 0) != (self._last.width == 1):
-            self._turn(now, is_narrow=place == 0)
+        has_turned = (place == 0) != (self._last.width == 1)
         self._last = choices[place]
+        if has_turned:
+            self._turn(now)
         if place and rates[0] > NEARLY * rates[place] and self._is_untimed(requests):
             self._planned = [self._widths[0]] * (TIMED_STEPS - 1)
             return self._widths[0]
@@ -164,16 +182,13 @@ class WidthPolicy:
         if now >= self._next_probe:
             probed = self._probed(place, choices, rates, requests)
         if probed is not None:
-            steps = self._probe_steps(choices[place], requests)
-            self._planned = [choices[probed]] * (steps - 1)
-            # the time in excess of what the best choice needs for as many tokens
-            lost_ms = steps * (ms[probed] - tokens[probed] / rates[place])
-            self._next_allowed = now + lost_ms / 1000 / PROBE_SHARE
-            self._interval = min(2 * self._interval, LAST_INTERVAL)
-            self._next_probe = max(now + self._interval, self._next_allowed)
+            # a step's time in excess of what the best choice needs for as many tokens
+            lost_ms = ms[probed] - tokens[probed] * ms[place] / tokens[place]
+            self._begin_probe(choices[probed], requests, now, lost_ms)
             return choices[probed]
         if self.costs.waits_for_host(requests):
-            self._held, self._held_for = HELD_STEPS, (requests, may_share, may_repeat)
+            self._held = HELD_PASSES // self._last.passes
+            self._held_for = requests, may_share, may_repeat
         return choices[place]
 
     def record(self, width: int, num_correct: Sequence[int]) -> None:
@@ -189,7 +204,7 @@ class WidthPolicy:
         surprises = self.calibration.surprises
         survival = self.calibration.record(confidence, rows, num_correct)
         if self.calibration.surprises > surprises:
-            self.acceptance.forget(PROBE_ATTEMPTS)
+            self.acceptance.forget(PROBES.attempts)
             self.curve.keep(PROBE_KEPT)
         requests, drafts = survival.shape
         if not requests:
@@ -227,6 +242,7 @@ class WidthPolicy:
         self.curve.keep(share)
         self._held = 0
         if self._last.width == 1:
+            self._interval = self._probing.first
             self._next_probe = self._next_allowed
 
     def expected_tokens(self, choice: Choice, requests: int) -> float:
@@ -323,21 +339,33 @@ class WidthPolicy:
         far = [abs((other.rows or other.width * requests) - rows) for other in choices[1:]]
         return 1 + far.index(min(far))
 
-    def _turn(self, now: float, *, is_narrow: bool) -> None:
+    def _turn(self, now: float) -> None:
         """Note that drafting ended or began again; after a short return, probes stay as rare."""
-        if is_narrow:
+        if self._last.width == 1:
             if now - self._since > self._interval:
-                self._interval = FIRST_INTERVAL
+                self._interval = self._probing.first
             self._next_probe = max(now + self._interval, self._next_allowed)
         self._since = now
 
-    def _probe_steps(self, best: Choice, requests: int) -> int:
-        """Return of how many steps a probe consists that interrupts the best ones."""
-        if best.width > 1:
+    @property
+    def _probing(self) -> Probes:
+        return REPEATED_PROBES if self._last.passes > 1 else PROBES
+
+    def _begin_probe(self, probed: Choice, requests: int, now: float, lost_ms: float) -> None:
+        """Plan the further steps of a probe, each of which loses so much time, and the next one."""
+        steps = self._probe_steps(requests)
+        self._planned = [probed] * (steps - 1)
+        self._next_allowed = now + steps * lost_ms / 1000 / self._probing.share
+        self._interval = min(2 * self._interval, self._probing.last)
+        self._next_probe = max(now + self._interval, self._next_allowed)
+
+    def _probe_steps(self, requests: int) -> int:
+        """Return of how many steps a probe consists that interrupts those like the last one."""
+        if self._last.width > 1:
             return 1
         # few requests are asked several times
         steps = max(1, PROBE_REQUESTS // requests)
-        if best.passes == 1:
+        if self._last.passes == 1:
             return steps
         is_known = self.costs.waits_for_host(requests)
         return max(steps, REPEATED_PROBE if is_known else FIRST_REPEATED_PROBE)
@@ -349,7 +377,7 @@ class WidthPolicy:
         if place == 0:
             if not any(rates[1:]):
                 return None
-            self.acceptance.forget(PROBE_ATTEMPTS)
+            self.acceptance.forget(self._probing.attempts)
             if choices[-1].rows is None:
                 return rates.index(max(rates[1:]), 1)
             self.calibration.forget(SURPRISE_ATTEMPTS)

@@ -97,9 +97,9 @@ def test_several_passes_need_the_gain_that_they_are_measured_to_have(
     monkeypatch.setitem(HOST_MS, Kind.REPEATED, PASSES * HOST_MS[Kind.PLAIN] / gain)
     server = HostPaced([1.0] * requests, may_repeat=True)
     server.run(20)
-    choices = server.choices
-    share = sum(choice.passes > 1 for choice in choices) / len(choices)
-    assert share > 0.9 if pays else share < 0.02
+    repeated = [choice for choice in server.choices if choice.passes > 1]
+    share = sum(map(server.step_ms, repeated)) / sum(map(server.step_ms, server.choices))
+    assert share > 0.9 if pays else share < 0.1
 
 
 def test_probes_from_several_passes_cost_no_more_than_others() -> None:
@@ -124,6 +124,49 @@ def test_probes_from_several_passes_cost_no_more_than_others() -> None:
     assert sum(map(server.step_ms, drafting)) / 20_000 < 0.05
     known = server.policy.costs.snapshot()["host_ms"]
     assert {"shared", "repeated"} <= set(known)
+
+
+class Texts(HostPaced):
+    """Texts of 256 tokens that begin together. Drafts fare worse in the first 32 of them."""
+
+    def __init__(self, requests: int, first: float, then: float) -> None:
+        super().__init__([first] * requests, may_repeat=True)
+        self._lengths, self._is_new, self._begun = (first, then), True, 0.0
+
+    def step(self) -> Choice:
+        progress = (self.tokens - self._begun) / self.requests
+        if progress >= 256:
+            self._begun, progress = self.tokens, 0.0
+            self.policy.admit(self.requests, self.requests)
+        if self._is_new != (is_new := progress < 32):
+            self._is_new = is_new
+            self.drafter.set_lengths([self._lengths[not is_new]] * self.requests)
+        return super().step()
+
+    @classmethod
+    def rate(cls, requests: int, lengths: tuple[float, float], choice: Choice) -> float:
+        """Return tokens per second if every step were this one."""
+        server = cls(requests, *lengths)
+        server.policy.choose = lambda *_, **__: choice  # type: ignore[method-assign]
+        return server.run(4)
+
+
+@pytest.mark.parametrize("requests", [1, 8, 32])
+@pytest.mark.parametrize("lengths", [(2.3, 3.6), (1.7, 2.1)])
+def test_drafts_that_fail_at_the_beginning_of_a_text_are_tried_again_in_it(
+    requests: int, lengths: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer was over before the next probe, and the next one began like it."""
+    # measured with SmolLM2 on an H200
+    for kind, ms in {Kind.PLAIN: 2.4, Kind.UNIFORM: 2.75, Kind.REPEATED: 8.4}.items():
+        monkeypatch.setitem(HOST_MS, kind, ms)
+    full = Texts.rate(requests, lengths, Choice(BLOCK))
+    repeated = Texts.rate(requests, lengths, Choice(1, passes=PASSES))
+    server = Texts(requests, *lengths)
+    server.run(3)
+    achieved = server.run(10)
+    assert achieved > 0.97 * full
+    assert achieved > 0.92 * repeated
 
 
 def test_several_passes_stop_once_drafts_pay_again() -> None:
