@@ -60,6 +60,12 @@ def memory_gib() -> float:
     return float(mib) / 1024 if mib else torch.cuda.get_device_properties(0).total_memory / 2**30
 
 
+def free_gib() -> float:
+    """Return how much of the GPU's memory no process has taken, in GiB."""
+    mib = query("memory.free")
+    return float(mib) / 1024 if mib else torch.cuda.mem_get_info()[0] / 2**30
+
+
 def query(what: str) -> str | None:
     """Query nvidia-smi about the first GPU; return None without nvidia-smi."""
     query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]

@@ -27,7 +27,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,9 +173,14 @@ def measure(cell: Cell, server: ServerProcess, options: argparse.Namespace) -> d
 
 
 def run_group(
-    cells: list[Cell], options: argparse.Namespace, *, timeout_s: float
+    cells: list[Cell],
+    options: argparse.Namespace,
+    *,
+    timeout_s: float,
+    have_started: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """Start the servers of all cells, measure one after another, and yield each result."""
+    """Start the servers of all cells, call `have_started`, measure one after another, and yield
+    each result."""
     beside = len(cells) - 1
     starts = {cell: partial(serve, cell, options, beside=beside) for cell in cells}
 
@@ -186,6 +191,7 @@ def run_group(
         try:
             if failed is not None:
                 raise failed
+            have_started()
             found = measure(cell, server, options)
         except RuntimeError as error:
             if NO_ANSWER in str(error) and timeout_s < START_TIMEOUT_S:

@@ -308,21 +308,22 @@ class Family:
         return _write(config, folder)
 
 
+# those that take longest come first
 FAMILIES = [
     Family("gemma4", "gemma4-31b"),
     Family("gemma4-moe", "gemma4-26b-a4b"),
     Family("qwen3-moe", "qwen3-coder-30b-a3b"),
     Family("qwen3", "qwen3-8b", has_fp8_drafter=True),
-    Family("llama", "llama-3.1-8b"),
-    Family("qwen2", "qwen3-8b", QWEN2),
     Family("gpt-oss", "gpt-oss-20b"),
-    Family("dflash2", "qwen3-4b", has_dflash2=True),
     Family("qwen3.5", "qwen3-8b", QWEN3_5),
+    Family("granite", "qwen3-8b", GRANITE),
+    Family("qwen2", "qwen3-8b", QWEN2),
+    Family("llama", "llama-3.1-8b"),
+    Family("dflash2", "qwen3-4b", has_dflash2=True),
     Family("gemma4-int4", "gemma4-31b", quantisation=INT4),
     Family("qwen3-awq", "qwen3-8b", quantisation=AWQ),
     Family("qwen3-gptq", "qwen3-8b", quantisation=GPTQ),
     Family("llama-fp8", "llama-3.1-8b", quantisation=FP8),
-    Family("granite", "qwen3-8b", GRANITE),
     Family("deepseek-moe", "qwen3-8b", DEEPSEEK),
 ]
 

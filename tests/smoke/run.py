@@ -11,8 +11,9 @@ token, and DFLASH by launch/serve.sh in bf16 (fa4 drafts). CUDA graphs, overlap 
 plan stream are on (in fp32, models with experts run without graphs and have fewer experts, and the
 vocabulary is smaller); more requests run at once than the largest graph holds. The verify width is
 automatic, and in fp32 also changes at every step. Quantised targets are served in bf16 only. They
-and DeepSeek run beside the others, because SGLang compiles kernels of theirs for minutes. Then the
-31B recipe starts at full size, answers an OpenAI client, and its step is timed.
+and DeepSeek run beside the others, because SGLang compiles kernels of theirs for minutes. The 31B
+recipe starts at full size as soon as the last families leave it the memory; once they have ended it
+answers an OpenAI client, and its step is timed.
 
     python -m tests.smoke.run --tp 2    # two ranks on one GPU (sglang_dflash/testing/two_ranks.py)
 
@@ -39,13 +40,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import recipes, result_files
+from benchmarks import gpu, recipes, result_files
 from sglang_dflash.command_help import parser_of
 from sglang_dflash.glue import release
 from sglang_dflash.interrupt import end_on_interrupt
@@ -57,6 +58,9 @@ from tests.smoke.servers import expected_worker, script_folder, start
 from tests.smoke.since import RESULTS, failed, is_fine
 
 RECIPE = recipes.Cell("gemma4-31b", "bf16", "ours", 8)
+# of its KV pools, for all that is asked of it; the memory that must be free before it starts, with
+# some for families that still run; and how often to look
+RECIPE_TOKENS, RECIPE_GIB, LOOK_S = 65536, 95, 2.0
 KEPT_LOG = 6000  # characters of a failed server's log
 # of a target for which SGLang may have to compile kernels
 COMPILE_TIMEOUT_S = 540
@@ -67,6 +71,8 @@ ASKING = {1: contextlib.nullcontext(), 2: threading.Lock()}
 # for Ctrl-C, which only the main thread hears of
 STOPPED = threading.Event()
 RUNNING: set[Server] = set()
+# families that run on the GPU and have all their servers
+STARTED: set[str] = set()
 # of the releases that do not choose the snapshots of recurrent states, which they refuse
 WITHOUT_STATES = ("0.5.17",)
 # families of the test with two ranks, with and without seeds
@@ -89,6 +95,7 @@ def run_family(
             patience = COMPILE_TIMEOUT_S if family.is_compiled else START_TIMEOUT_S
             for server in servers.values():
                 server.wait(end_if_stopped, timeout_s=patience)
+            STARTED.add(family.name)
             found["start_s"] = {name: server.start_s for name, server in servers.items()}
             say(f"{family.name}: started, s: {found['start_s']}")
             with ASKING[ranks]:
@@ -154,15 +161,19 @@ def check(
         yield "deployed", found
 
 
-def run_recipe() -> dict[str, Any]:
-    """Serve the 31B at full size; return its start-up, its answer and its step time."""
+def run_recipe(has_started: Callable[[], None]) -> dict[str, Any]:
+    """Serve the 31B at full size, call `has_started`, and return its start-up, its answer and its
+    step time."""
     began = time.monotonic()
     options = recipes.parse(
         ["--recipes", RECIPE.recipe, "--requests", "1", "8", "--port", str(free_port())]
         + ["--lengths", "73", "313", "--tries", "1", "2", "--cuda-graph-max-bs-decode", "8"]
+        + ["--max-total-tokens", str(RECIPE_TOKENS)]
     )
     try:
-        [(_, found)] = recipes.run_group([RECIPE], options, timeout_s=START_TIMEOUT_S)
+        [(_, found)] = recipes.run_group(
+            [RECIPE], options, timeout_s=START_TIMEOUT_S, have_started=has_started
+        )
     except (Exception, SystemExit) as error:  # the families' results must not be lost
         say(traceback.format_exc())
         found = {"error": f"{type(error).__name__}: {str(error)[-2000:]}"}
@@ -227,17 +238,25 @@ def named(name: str) -> Family:
     return family
 
 
-def run_named(name: str, ranks: int) -> dict[str, Any]:
-    """Run a family of the command line."""
-    end_if_stopped()
-    return run_family(named(name), ranks=ranks, seeded=ranks > 1 and ON_TWO_RANKS[name])
-
-
-def run_families(
+def run_all(
     options: argparse.Namespace, progress: Progress, keep: Callable[[dict[str, Any]], None]
-) -> dict[str, Any]:
-    """Run the families of the command line, several at once; print and return their results, and
-    hand over what there is after each of them."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run the families of the command line, several at once, and the recipe; print and return their
+    results, and hand over those of the families after each of them."""
+    results: dict[str, Any] = {}
+    recipe: dict[str, Any] = {}
+    one_by_one = threading.Lock()
+
+    def run_named(name: str) -> None:
+        end_if_stopped()
+        seeded = options.tp > 1 and ON_TWO_RANKS[name]
+        found = run_family(named(name), ranks=options.tp, seeded=seeded)
+        with one_by_one:
+            results[name] = found
+            say(json.dumps({name: found}, indent=1))
+            progress.step(", ".join(each for each in options.families if each not in results))
+            keep(results)
+
     progress.name(", ".join(options.families))
     with (
         ThreadPoolExecutor(options.at_once) as pool,
@@ -245,18 +264,34 @@ def run_families(
         ThreadPoolExecutor(len(FAMILIES)) as beside,
         stopping(),
     ):
-        running = {}
-        for name in options.families:
-            place = beside if named(name).is_compiled else pool
-            running[place.submit(run_named, name, options.tp)] = name
-        results = {}
-        for ended in as_completed(running):
-            name = running[ended]
-            results[name] = ended.result()
-            say(json.dumps({name: results[name]}, indent=1))
-            progress.step(", ".join(each for each in running.values() if each not in results))
-            keep(results)
-    return {name: results[name] for name in options.families}
+        running = {
+            name: (beside if named(name).is_compiled else pool).submit(run_named, name)
+            for name in options.families
+        }
+        if not options.no_recipe:
+            wait_for_room(running)
+            recipe = {RECIPE.key: run_recipe(lambda: wait_for_all(running))}
+            say(json.dumps(recipe, indent=1))
+            progress.step()
+        wait_for_all(running)
+    return {name: results[name] for name in options.families}, recipe
+
+
+def wait_for_all(running: dict[str, Future[None]]) -> None:
+    """Wait until all families have ended."""
+    for ended in as_completed(running.values()):
+        ended.result()
+
+
+def wait_for_room(running: dict[str, Future[None]]) -> None:
+    """Wait until the recipe can start: beside servers that have what they need of the GPU's memory,
+    or alone. Those that SGLang compiles kernels for have loaded their weights long before."""
+    while left := [name for name, ended in running.items() if not ended.done()]:
+        is_starting = any(name not in STARTED and not named(name).is_compiled for name in left)
+        if not is_starting and gpu.free_gib() >= RECIPE_GIB:
+            return
+        time.sleep(LOOK_S)
+    wait_for_all(running)
 
 
 @contextlib.contextmanager
@@ -292,14 +327,11 @@ def main() -> None:
         path.write_text(json.dumps(report, indent=1) + "\n")
 
     with Progress(len(options.families) + (not options.no_recipe), "parts") as progress:
-        report["families"] = run_families(
+        report["families"], recipe = run_all(
             options, progress, lambda found: write(part, is_whole=False, families=found)
         )
         if not options.no_recipe:
-            progress.name(RECIPE.recipe)
-            report["recipe"] = {RECIPE.key: run_recipe()}
-            say(json.dumps(report["recipe"], indent=1))
-            progress.step()
+            report["recipe"] = recipe
     write(out, is_whole=options.is_whole)
     part.unlink(missing_ok=True)
     verdict = "passed" if report["passed"] else "FAILED"

@@ -71,8 +71,8 @@ def test_the_recipe_starts_as_a_user_starts_it(monkeypatch: pytest.MonkeyPatch) 
         return [(cells[0], {})]
 
     monkeypatch.setattr(run.recipes, "run_group", run_group)
-    run.run_recipe()
-    assert given == [["--cuda-graph-max-bs-decode", "8"]]
+    run.run_recipe(lambda: None)
+    assert given == [["--cuda-graph-max-bs-decode", "8", "--max-total-tokens", "65536"]]
 
 
 def test_a_deployed_server_gets_nothing_that_is_for_fp32(
@@ -202,6 +202,55 @@ class Started:
 
     def log(self) -> str:
         return ""
+
+
+@pytest.mark.parametrize("free", [50.0, 120.0])
+def test_the_recipe_starts_as_soon_as_the_last_families_leave_it_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: float
+) -> None:
+    """Its start takes a minute and a half: alone, it made the smoke test longer by as much."""
+    told: list[str] = []
+    starts, begun, compiled = threading.Event(), threading.Event(), threading.Event()
+
+    def run_family(family: Family, **_: Any) -> dict[str, Any]:
+        if family.name == "dflash2":
+            starts.wait(10)
+            told.append("last family has its servers")
+            run.STARTED.add(family.name)
+        elif family.is_compiled:
+            compiled.wait(10)
+            told.append("compiled")
+        return FINE
+
+    def run_group(cells: Any, _: Any, *, have_started: Any, **__: Any) -> Iterator[tuple[Any, Any]]:
+        told.append("recipe starts")
+        begun.set()
+        have_started()
+        told.append("recipe is asked")
+        yield cells[0], {}
+
+    def free_gib() -> float:
+        # with too little memory, kernels are compiled before the recipe starts
+        told.append("looked")
+        if free < run.RECIPE_GIB:
+            compiled.set()
+        return free
+
+    monkeypatch.setattr(run, "STARTED", set())
+    monkeypatch.setattr(run, "LOOK_S", 0.01)
+    monkeypatch.setattr(run, "run_family", run_family)
+    monkeypatch.setattr(run.recipes, "run_group", run_group)
+    monkeypatch.setattr(run.gpu, "free_gib", free_gib)
+    options = run.parse(["--out", str(tmp_path / "out.json")])
+    options.families = ["llama", "dflash2", "qwen3-awq"]
+    threading.Timer(0.1, starts.set).start()
+    threading.Thread(target=lambda: (begun.wait(10), compiled.set())).start()
+    with run.Progress(4, "parts") as progress:
+        families, recipe = run.run_all(options, progress, lambda _: None)
+    assert list(families) == options.families and list(recipe) == [run.RECIPE.key]
+    order = [each for each in told if each != "looked"]
+    assert order[0] == "last family has its servers" and order[-1] == "recipe is asked"
+    assert (order.index("recipe starts") < order.index("compiled")) == (free > run.RECIPE_GIB)
 
 
 def test_a_family_whose_servers_cannot_be_started_fails_alone(
