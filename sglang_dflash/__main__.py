@@ -26,7 +26,9 @@ from sglang_dflash.train.config import Invocation
 from sglang_dflash.train.stop import Stop, run_until_stopped
 
 # required dependencies: no command runs without them
-NEEDED = ("torch", "transformers", "requests", "sglang")
+NEEDED = ("torch", "transformers", "requests", "sglang", "huggingface_hub")
+# commands that import it, as the only slow thing they do before a first answer
+LOAD_SGLANG = ("doctor", "serve", "tune", "drafters", "cards")
 MODULE = "python -m sglang_dflash"
 EXAMPLES = """\
 %(prog)s doctor --card 5090
@@ -148,9 +150,18 @@ def add_tune(commands: Commands) -> None:
         help="questions to ask, one per line, as for train; default: a dozen built-in ones",
     )
     tune.add_argument(
-        "--requests", nargs="+", type=positive, default=[1, 8], help="concurrent requests"
+        "--requests",
+        nargs="+",
+        type=positive,
+        default=[1, 8],
+        help="concurrent requests; default: 1 8",
     )
-    tune.add_argument("--max-tokens", type=positive, default=256, help="limit for an answer")
+    tune.add_argument(
+        "--max-tokens",
+        type=positive,
+        default=256,
+        help="limit for an answer; default: %(default)s",
+    )
     tune.add_argument(
         "--blocks",
         nargs="+",
@@ -162,7 +173,7 @@ def add_tune(commands: Commands) -> None:
         nargs="+",
         choices=["auto", "full"],
         default=["auto", "full"],
-        help="verify widths to try; full: all of the block in each step",
+        help="verify widths to try; full: all of the block in each step; default: auto full",
     )
     tune.add_argument("--out", type=Path, help="also write the trials to this file, as JSON")
     tune.set_defaults(gpu_memory_gb=None, card=None)
@@ -179,11 +190,19 @@ def add_report(commands: Commands) -> None:
         "--url",
         nargs="+",
         default=["http://127.0.0.1:30000"],
-        help="the server to watch; with --web, one or more",
+        help="the server to watch; with --web, one or more; default: port 30000 of this machine",
     )
-    report.add_argument("--interval", type=seconds, default=2.0, help="seconds between polls")
     report.add_argument(
-        "--looks", type=count_or_none, default=0, help="stop after this many polls; 0: on Ctrl-C"
+        "--interval",
+        type=seconds,
+        default=2.0,
+        help="seconds between polls; default: 2",
+    )
+    report.add_argument(
+        "--looks",
+        type=count_or_none,
+        default=0,
+        help="stop after this many polls; default: 0, on Ctrl-C",
     )
     report.add_argument("--png", type=Path, help="also write a plot when it ends, on Ctrl-C too")
     report.add_argument(
@@ -238,6 +257,9 @@ def add_command(
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Run the command. Imports are lazy, so that each loads only what it needs."""
+    if options.command in LOAD_SGLANG and sys.stderr.isatty():
+        told = f"{options.command}: loading SGLang, which takes some seconds"
+        print(told, file=sys.stderr, flush=True)
     if options.command == "serve":
         from sglang_dflash.commands.serve import run_serve
 
@@ -306,7 +328,7 @@ def add_pair_options(parser: argparse.ArgumentParser, *, by_card: bool = False) 
         "--tensor-parallel-size",
         type=positive,
         default=1,
-        help="cards that share a model",
+        help="cards that share a model; default: %(default)s",
     )
     parser.add_argument("--quantization", help="how SGLang quantises the target")
     parser.add_argument(

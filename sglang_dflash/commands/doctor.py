@@ -155,9 +155,11 @@ def _judge_offers(
 def look_at_pair(options: argparse.Namespace) -> tuple[list[Finding], dict[str, Any] | None]:
     """Check a target and its drafter by their configs."""
     target_path, draft_path = options.model_path, options.speculative_draft_model_path
-    if not target_path or not draft_path:
-        missing = "--model-path" if not target_path else "--speculative-draft-model-path"
-        return [Finding("pair", "bad", "incomplete pair", f"Pass {missing} as well.")], None
+    named = {"--model-path": target_path, "--speculative-draft-model-path": draft_path}
+    if missing := [option for option, path in named.items() if not path]:
+        lacking = "no target and no drafter" if len(missing) == 2 else "incomplete pair"
+        advice = f"Pass {' and '.join(missing)}{' as well' if len(missing) == 1 else ''}."
+        return [Finding("pair", "bad", lacking, advice)], None
     try:
         pair = read_pair(options)
     except (ValueError, OSError) as error:

@@ -68,6 +68,16 @@ def test_doctor_blocks_what_would_not_start(
     assert reason in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["serve", "tune"])
+def test_a_command_that_needs_a_pair_asks_for_both(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It asked for one of them "as well"."""
+    assert main([command]) == 1
+    told = capsys.readouterr().err
+    assert "no target and no drafter. Pass --model-path and --speculative-draft-model-path." in told
+
+
 def test_doctor_names_a_weight_file_that_is_cut_short(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

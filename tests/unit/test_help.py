@@ -7,10 +7,11 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from sglang_dflash.__main__ import make_parser
+from sglang_dflash.__main__ import LOAD_SGLANG, main, make_parser
 from sglang_dflash.command_help import parser_of
 from tests.program_files import program_files
 from tests.unit.test_documents import Parsed, arguments_of, parse
@@ -130,7 +131,43 @@ def test_every_option_is_explained_with_its_default(
 
 @pytest.mark.parametrize("command", commands())
 def test_every_option_of_a_command_is_explained(command: str) -> None:
-    assert [name_of(each) for each in commands()[command]._actions if not each.help] == []
+    options = commands()[command]._actions
+    assert [name_of(each) for each in options if not each.help] == []
+    # the trainer has profiles, which its help describes
+    assert command == "train" or [name_of(each) for each in options if hides_default(each)] == []
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("command", LOAD_SGLANG)
+def test_who_waits_for_sglang_to_load_is_told_so(
+    command: str,
+    is_terminal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Imports took up to half a minute without a word."""
+    name = f"sglang_dflash.commands.{command}"
+    run_it = f"run_{command}"
+    shown: list[str] = []
+
+    def late(*_: object) -> int:
+        shown.append(capsys.readouterr().err)
+        return 0
+
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(**{run_it: late}))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    assert main([command]) == 0
+    assert ("loading SGLang" in shown[0]) == is_terminal
+
+
+def test_a_command_without_its_package_says_which(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "sglang_dflash.commands.plain_towers", raising=False)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(SystemExit, match="^1$"):
+        main(["plain-towers", "some/model"])
+    assert "has no huggingface_hub. Use a Python that has SGLang" in capsys.readouterr().err
 
 
 def test_a_default_that_the_help_hides_is_found() -> None:
