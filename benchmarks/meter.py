@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from prometheus_client import CollectorRegistry
 
 from benchmarks import batch_load, result_files
 from benchmarks.systems import BLOCK_SIZE
@@ -133,7 +134,7 @@ def main() -> None:
         )
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     book = Bookkeeping(BLOCK_SIZE, device_type, AcceptanceAlarm(BLOCK_SIZE))
-    book._export = PrometheusExporter(LABELS, BLOCK_SIZE)
+    book._export = PrometheusExporter(LABELS, BLOCK_SIZE, CollectorRegistry())
     count_steps_in(book)
     marks_us = 1e6 * stream_seconds_per_step(100) if device_type == "cuda" else None
     rows = []

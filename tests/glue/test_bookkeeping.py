@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-import prometheus_client
 import pytest
+from prometheus_client import CollectorRegistry
 
 from sglang_dflash.glue.after_step.bookkeeping import Bookkeeping, StepRows
 from sglang_dflash.glue.after_step.exporter import PrometheusExporter
@@ -65,10 +65,11 @@ def test_counters_are_exact_when_a_request_ends() -> None:
     """A scrape between two requests must not miss the end of the first."""
     book = Bookkeeping(BLOCK, "cpu", AcceptanceAlarm(BLOCK))
     labels = {"model_name": "test_bookkeeping"}
-    book._export = PrometheusExporter(labels, BLOCK)
+    registry = CollectorRegistry()
+    book._export = PrometheusExporter(labels, BLOCK, registry)
 
     def value(name: str, **by: str) -> float:
-        found = prometheus_client.REGISTRY.get_sample_value(f"sglang:dflash_{name}", labels | by)
+        found = registry.get_sample_value(f"sglang:dflash_{name}", labels | by)
         assert found is not None, name
         return found
 

@@ -16,10 +16,12 @@ class PrometheusExporter:
     step: a scrape is exact whenever nothing is in flight.
     """
 
-    def __init__(self, labels: dict[str, str], block_size: int) -> None:
+    def __init__(self, labels: dict[str, str], block_size: int, registry: Any = None) -> None:
+        """`registry`: where the counters are found; by default where SGLang's are."""
         # imported late: SGLang must set the directory that its processes share first
-        from prometheus_client import Counter, Histogram
+        from prometheus_client import REGISTRY, Counter, Histogram
 
+        place: Any = {"registry": REGISTRY if registry is None else registry}
         self._last = AcceptanceMeter(block_size)
         self._last_seconds = dict.fromkeys(STAGES, 0.0)
         self._last_timed = 0
@@ -29,10 +31,10 @@ class PrometheusExporter:
         # looking one up takes longer than adding to it
 
         def counter(name: str, text: str) -> Any:
-            return Counter(f"sglang:dflash_{name}", text, [*labels]).labels(**labels)
+            return Counter(f"sglang:dflash_{name}", text, [*labels], **place).labels(**labels)
 
         def counters(name: str, text: str, by: str, values: Iterable[object]) -> list[Any]:
-            each = Counter(f"sglang:dflash_{name}", text, [*labels, by])
+            each = Counter(f"sglang:dflash_{name}", text, [*labels, by], **place)
             return [each.labels(**labels, **{by: str(value)}) for value in values]
 
         self._counters = {
@@ -71,6 +73,7 @@ class PrometheusExporter:
             "Tokens committed per verify step.",
             [*labels],
             buckets=[float(k) for k in range(1, block_size + 1)],
+            **place,
         ).labels(**labels)
 
     def flush(self, meter: AcceptanceMeter, clock: StageClock, alarm: AcceptanceAlarm) -> None:
