@@ -19,10 +19,10 @@ from --from-tokens to --to-tokens generated tokens are timed, on average over th
 (benchmarks/load_windows.py). So all systems are measured at the same contexts. Rounds with fresh
 requests follow, at most --rounds, until each of two windows, which take them in turn, has
 --seconds, and the two agree; with real questions the windows ask the same ones. Servers side by
-side take turns, too, a round each: how fast a host is drifts by the second, and what a small model
-makes of it. A round before all others is not timed, nor longer than --warm-seconds: in it the
-automatic width learns the profile. If the KV pool is too small, as with 256 requests of the 31B,
-stretches end at fewer tokens, and the table marks it.
+side take turns, too, a round each, and a window's rate is the median of its rounds: how fast a host
+is drifts by the second, and what a small model makes of it. A round before all others is not timed,
+nor longer than --warm-seconds: in it the automatic width learns the profile. If the KV pool is too
+small, as with 256 requests of the 31B, stretches end at fewer tokens, and the table marks it.
 
 Writes OUT.json and OUT.md after every point and OUT.png after every system. `--into FILE.json` adds
 to the results of earlier calls at the same commit and measures only what is missing there;

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from statistics import median
 from typing import Any, NamedTuple
 
 import requests
@@ -76,6 +77,14 @@ class Stretch(NamedTuple):
     def seconds(self) -> float:
         return seconds_of(self.laps)
 
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(lap.tokens for lap in self.laps) / self.seconds
+
+    @property
+    def step_ms(self) -> float:
+        return 1000 * self.seconds / STEPS_PER_LAP / len(self.laps)
+
 
 def seconds_of(parts: Iterable[Lap | Stretch]) -> float:
     return sum(part.seconds for part in parts)
@@ -84,11 +93,11 @@ def seconds_of(parts: Iterable[Lap | Stretch]) -> float:
 class Window(NamedTuple):
     """The stretches of some rounds."""
 
+    # the median of the rounds, as that of the step: on a shared host some rounds are far slower
     tokens_per_s: float
     seconds: float
     step_ms: float
-    # where a host's speed drifts, the first quartile of the laps is steadier than their mean
-    fast_step_ms: float
+    fast_step_ms: float  # the first quartile of the laps
     accept_length: float
     graph: bool
     context: float  # tokens of a request, on average over the steps
@@ -97,14 +106,13 @@ class Window(NamedTuple):
     @classmethod
     def of(cls, stretches: Sequence[Stretch], prompt: float) -> Window:
         laps = [lap for stretch in stretches for lap in stretch.laps]
-        tokens, seconds = sum(lap.tokens for lap in laps), seconds_of(laps)
-        steps = STEPS_PER_LAP * len(laps)
+        tokens, steps = sum(lap.tokens for lap in laps), STEPS_PER_LAP * len(laps)
         step_ms = sorted(1000 * lap.seconds / STEPS_PER_LAP for lap in laps)
         middles = [len(each.laps) * (each.begin + each.end) / 2 for each in stretches]
         return cls(
-            tokens_per_s=round(tokens / seconds, 2),
-            seconds=round(seconds, 2),
-            step_ms=round(1000 * seconds / steps, 3),
+            tokens_per_s=round(median(each.tokens_per_s for each in stretches), 2),
+            seconds=round(seconds_of(laps), 2),
+            step_ms=round(median(each.step_ms for each in stretches), 3),
             fast_step_ms=round(step_ms[len(step_ms) // 4], 3),
             accept_length=round(tokens / steps / laps[0].running, 3),
             graph=all(lap.graph for lap in laps),

@@ -79,14 +79,30 @@ def test_a_small_pool_has_stretches_of_fewer_tokens() -> None:
     assert load_windows.tokens_between(90, 32, 160) == (22, 45)
 
 
-def test_a_window_is_all_tokens_over_all_seconds() -> None:
+def test_a_round_is_all_tokens_over_all_seconds() -> None:
     """The mean of the laps' rates would count a short, fast lap like a long, slow one."""
+    laps = (Lap(2, 10.0, 5.0, True), Lap(2, 40.0, 5.0, True), Lap(2, 40.0, 5.0, True))
+    # 40 tokens in 4 s and twice in 1 s, 12 steps
+    stretch = Stretch(laps, 30, 80, is_cut=False)
+    assert (stretch.tokens_per_s, stretch.step_ms) == (20.0, 500.0)
+
+
+def test_a_window_is_the_median_of_its_rounds() -> None:
+    """Neighbours on the machine make some rounds far slower."""
+    rounds = [
+        Stretch((Lap(2, rate, 5.0, True),), 30, 50, is_cut=False) for rate in (42.0, 5.0, 40.0)
+    ]
+    assert Window.of(rounds, 0).tokens_per_s == 40.0
+    assert Window.of(rounds, 0).step_ms == 250.0
+
+
+def test_a_window_counts_all_laps() -> None:
     slow = Stretch((Lap(2, 10.0, 5.0, True),), 30, 50, is_cut=False)
     fast = Stretch((Lap(2, 40.0, 5.0, False), Lap(2, 40.0, 5.0, True)), 40, 80, is_cut=False)
-    # 40 tokens in 4 s and twice in 1 s, 12 steps; contexts of 140 and twice 160
+    # contexts of 140 and twice 160
     assert Window.of([slow, fast], 100) == Window(
-        *(20.0, 6.0),
-        step_ms=500.0,
+        *(25.0, 6.0),
+        step_ms=625.0,
         fast_step_ms=250.0,
         accept_length=5.0,
         graph=False,
