@@ -256,8 +256,10 @@ class Family:
         return self.quantisation is not None or self.has_mla
 
     @property
-    def has_fp8_activations(self) -> bool:
-        return self.quantisation is FP8
+    def flips_often(self) -> bool:
+        """Whether two runs often differ by more than a near-tie: where activations are rounded to
+        FP8, and where rounding errors choose other experts of many."""
+        return self.quantisation is FP8 or self.has_mla
 
     @property
     def has_mla(self) -> bool:
