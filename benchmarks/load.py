@@ -35,6 +35,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -172,6 +173,12 @@ class Run:
 
     def _measure_all(self, ready: dict[Start, Ready], progress: Progress) -> None:
         """Measure what is missing, point by point: all servers that have one take turns in it."""
+        servers = {start: server for start, (server, _) in ready.items()}
+        turns = sharing.Turns(list(servers.values()))
+
+        def take_turn(start: Start) -> None:
+            turns.take(servers[start])
+
         for group in groups_of({start: self.missing(start) for start in ready}):
             group = {start: place for start, place in group.items() if start in ready}
             if not group:
@@ -183,7 +190,7 @@ class Run:
                 for start, place in group.items():
                     self._skip(start, place, "out of time")
                 continue
-            for start, error in self._measure(group, ready).items():
+            for start, error in self._measure(group, ready, take_turn).items():
                 self._note_failure(start, error)
                 del ready[start]
             for _ in group:
@@ -191,7 +198,10 @@ class Run:
             self.write(picture=False)
 
     def _measure(
-        self, group: dict[Start, Place], ready: dict[Start, Ready]
+        self,
+        group: dict[Start, Place],
+        ready: dict[Start, Ready],
+        take_turn: Callable[[Start], None],
     ) -> dict[Start, requests.RequestException]:
         """Measure a point of each server, in turn; return those that do not answer any more."""
         options, points = self.options, {}
@@ -206,7 +216,7 @@ class Run:
                 continue
             points[start] = Point(server, profile, n, room, prompts, options)
         gone = {}
-        for start, found in measure_in_turn(points, options.rounds).items():
+        for start, found in measure_in_turn(points, options.rounds, take_turn).items():
             if isinstance(found, requests.RequestException):
                 gone[start] = found
             elif isinstance(found, Exception):

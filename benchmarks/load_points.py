@@ -174,14 +174,17 @@ class Point:
 
 
 def measure_in_turn(
-    points: Mapping[System, Point], rounds: int
+    points: Mapping[System, Point],
+    rounds: int,
+    take_turn: Callable[[System], None] = lambda _: None,
 ) -> dict[System, dict[str, Any] | Exception]:
     """Return the result of each system's point, or why there is none, by rounds that the systems
-    take in turn; they end once all points are known."""
+    take in turn, after `take_turn`; they end once all points are known."""
     failed: dict[System, Exception] = {}
     for number in range(rounds + 1):
         running = {system: point for system, point in points.items() if system not in failed}
         for system, point in running.items():
+            take_turn(system)
             try:
                 if number == 0:
                     point.warm_up()

@@ -4,6 +4,7 @@ A server takes a minute to start and leaves the GPU idle meanwhile, so `--side-b
 several together. Each is measured while the others are idle (`--sleep-on-idle`: otherwise SGLang's
 scheduler busy-polls a core). All keep to the same cores, and this process to others: how fast a
 scheduler runs depends on what else its core does, its other hyperthread and interrupts included.
+Where servers take turns in a point, half of their cores are for the one that is measured.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import psutil
 import torch
 
 from benchmarks import gpu, systems
@@ -142,6 +144,40 @@ def split_cores(count: int) -> tuple[set[int], set[int]]:
         return allowed, allowed
     ours = set().union(*list(cores.values())[:own])
     return allowed - ours, ours
+
+
+class Turns:
+    """Cores for the server whose turn it is, and others for those that wait: on a shared host some
+    cores are slower for minutes, and a server that stayed on them would seem slower than others."""
+
+    def __init__(self, servers: Sequence[ServerProcess]) -> None:
+        self._servers = servers
+        theirs, ours = split_cores(len(servers))
+        cores, half = sorted(theirs), len(theirs) // 2
+        # without cores of their own the servers have no turns
+        self._cores = (cores[:half], cores[half:]) if half and theirs != ours else None
+        self._last: ServerProcess | None = None
+
+    def take(self, server: ServerProcess) -> None:
+        """Give a server its turn."""
+        if self._cores is None or server is self._last:
+            return
+        turn, wait = self._cores
+        for other in self._servers if self._last is None else [self._last]:
+            keep_to(wait, other.pid)
+        keep_to(turn, server.pid)
+        self._last = server
+
+
+def keep_to(cores: Iterable[int], pid: int) -> None:
+    """Keep a process, all below it, and their threads to some cores."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in [process, *process.children(recursive=True)]:
+            # a thread may have ended since
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                for thread in each.threads():
+                    os.sched_setaffinity(thread.id, cores)
 
 
 @contextlib.contextmanager

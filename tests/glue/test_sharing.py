@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks import ROOT, gpu, sharing
@@ -87,3 +94,63 @@ def test_a_process_keeps_to_its_cores_and_ours_gets_all_back() -> None:
     with sharing.on_cores(one):
         assert os.sched_getaffinity(0) == one
     assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_the_server_whose_turn_it_is_has_the_cores_that_all_have_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Left to themselves, servers stayed on cores that were slower than the others' for minutes."""
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    monkeypatch.setattr(sharing, "split_cores", lambda _: ({first, second}, {99}))
+    with served() as one, served() as other:
+        turns = sharing.Turns([one, other])
+        for server, waiting in ((one, other), (other, one), (other, one), (one, other)):
+            turns.take(server)
+            assert cores_of(server) == {first} and cores_of(waiting) == {second}
+
+
+def test_a_single_server_and_one_that_ended_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moved: list[int] = []
+    monkeypatch.setattr(sharing, "keep_to", lambda _, pid: moved.append(pid))
+    with served() as server:
+        sharing.Turns([server]).take(server)
+    assert moved == []
+    monkeypatch.undo()
+    sharing.keep_to(os.sched_getaffinity(0), server.pid)
+
+
+class Running:
+    """A server with a child process and a thread, without SGLang."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+
+@contextlib.contextmanager
+def served() -> Iterator[Any]:
+    child = "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 30
+        while len(threads_of(process.pid)) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        yield Running(process.pid)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def threads_of(pid: int) -> list[int]:
+    process = psutil.Process(pid)
+    below = [process, *process.children(recursive=True)]
+    return [thread.id for each in below for thread in each.threads()]
+
+
+def cores_of(server: Running) -> set[int]:
+    """Return the cores of all threads of a server."""
+    return set().union(*(os.sched_getaffinity(thread) for thread in threads_of(server.pid)))
