@@ -89,7 +89,8 @@ def test_every_program_ends_on_an_interrupt(path: Path) -> None:
     assert ("end_on_interrupt" in calls) == (path not in WITHOUT_WAITING)
 
 
-def test_the_smoke_test_ends_its_families(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waits_in", ["as_completed", "wait_for_room"])
+def test_the_smoke_test_ends_its_families(monkeypatch: pytest.MonkeyPatch, waits_in: str) -> None:
     """Their threads do not get the signal, and are waited for: for minutes, if they went on."""
     begun: queue.Queue[str] = queue.Queue()
     ended: list[str] = []
@@ -106,10 +107,11 @@ def test_the_smoke_test_ends_its_families(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(smoke, "STOPPED", threading.Event())
     monkeypatch.setattr(smoke, "run_family", run_family)
-    # in the place where the main thread waits
-    monkeypatch.setattr(smoke, "as_completed", interrupt)
+    # in a place where the main thread waits
+    monkeypatch.setattr(smoke, waits_in, interrupt)
     options = argparse.Namespace(families=["gemma4", "qwen3"], at_once=1, tp=1)
-    work = functools.partial(smoke.run_families, options, Progress(2, "parts"), lambda _kept: None)
+    options.no_recipe = waits_in == "as_completed"
+    work = functools.partial(smoke.run_all, options, Progress(2, "parts"), lambda _kept: None)
     assert end_on_interrupt("smoke", work) == 130
     # the other one did not begin
     assert (ended, begun.qsize()) == (["gemma4"], 0)
