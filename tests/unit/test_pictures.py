@@ -28,7 +28,9 @@ PICTURES = {
     "load-gemma4-31b-h200": "gemma4-31b shapes with random weights on one NVIDIA H200, acceptance "
     "simulated at the accept length above each panel. SGLang 0.5.17, commit 4d70ac3.",
     "load-smollm2-h200": "SmolLM2-135M-Instruct on one NVIDIA H200, real text. SGLang 0.5.23, "
-    "commit e55f2d1.",
+    "commit f6d18fe.",
+    "load-smollm2-temperatures-h200": "SmolLM2-135M-Instruct on one NVIDIA H200, real text. SGLang "
+    "0.5.23, commit e55f2d1.",
     "serving-h200": "gemma4-31b shapes with random weights on one NVIDIA H200, acceptance simulated"
     " at 8 tokens per step. SGLang 0.5.17, commit a884790.",
     "tasks-qwen-h200": "Qwen2.5-Coder-1.5B-Instruct on one NVIDIA H200, real text. SGLang 0.5.17, "
@@ -37,7 +39,7 @@ PICTURES = {
     "commit 79c3115.",
 }
 # with more bars; and, only drawn here, rates where plain decoding was not measured
-CROWDED, RATES = "load-smollm2-h200", "serving-0.5.23-h200"
+CROWDED, RATES = "load-smollm2-temperatures-h200", "serving-0.5.23-h200"
 HEADROOM = 1.05
 MOST_BYTES = 200_000
 
