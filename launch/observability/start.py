@@ -103,12 +103,20 @@ def start_grafana(options: argparse.Namespace) -> Program | None:
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument(
-        "--targets", nargs="+", default=[TARGET], metavar="HOST:PORT", help="servers to watch"
+        "--targets",
+        nargs="+",
+        default=[TARGET],
+        metavar="HOST:PORT",
+        help=f"servers to watch; default: {TARGET}",
     )
-    parser.add_argument("--prometheus-port", type=int, default=9090)
-    parser.add_argument("--grafana-port", type=int, default=3000)
     parser.add_argument(
-        "--data", type=Path, default=DATA, help=f"folder for history and logs; default {DATA}"
+        "--prometheus-port", type=int, default=9090, help="port of Prometheus; default: %(default)s"
+    )
+    parser.add_argument(
+        "--grafana-port", type=int, default=3000, help="port of Grafana; default: %(default)s"
+    )
+    parser.add_argument(
+        "--data", type=Path, default=DATA, help=f"folder for history and logs; default: {DATA}"
     )
     options = parser.parse_args()
     for target in options.targets:

@@ -105,12 +105,18 @@ def template_answers(prompts: Sequence[str], *, seed: int) -> dict[str, str]:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--target", type=Path, required=True)
-    parser.add_argument("--drafter", type=Path, required=True)
-    parser.add_argument("--prompts", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--show", type=int, default=5, help="number of answers to print")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--target", type=Path, required=True, help="the target's folder")
+    parser.add_argument("--drafter", type=Path, required=True, help="the drafter's folder")
+    parser.add_argument(
+        "--prompts", type=int, default=100, help="prompts to answer; default: %(default)s"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the prompts; default: %(default)s"
+    )
+    parser.add_argument(
+        "--show", type=int, default=5, help="answers to print; default: %(default)s"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads; default: %(default)s")
     args = parser.parse_args(arguments)
     for option in ("prompts", "threads"):
         if getattr(args, option) < 1:

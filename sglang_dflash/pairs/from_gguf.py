@@ -273,8 +273,8 @@ def target_name(name: str) -> tuple[str, str]:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("gguf", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("gguf", type=Path, help="the GGUF file")
+    parser.add_argument("--out", type=Path, required=True, help="folder to make")
     args = parser.parse_args()
     try:
         make_folder(args.gguf, args.out)

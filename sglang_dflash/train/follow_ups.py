@@ -67,7 +67,9 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("prompts", nargs="+", type=Path, help="files as for train --prompts")
     parser.add_argument("--turns", type=int, default=2, help="later turns of each talk; default: 2")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the choice of turns; default: %(default)s"
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSONL for train --prompts")
     options = parser.parse_args()
     if not 1 <= options.turns <= len(FOLLOW_UPS):

@@ -60,7 +60,7 @@ def missing_from(joined: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("results", nargs="+", type=Path)
+    parser.add_argument("results", nargs="+", type=Path, help="results of the calls, in order")
     parser.add_argument("--out", type=Path, help="default: in benchmarks/results")
     options = parser.parse_args()
     keys = ("command", "seconds", "commit", "gpu", "sglang", "families")

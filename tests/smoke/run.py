@@ -201,14 +201,18 @@ def names_of(ranks: int, sglang: str | None) -> list[str]:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument(
-        "--tp", type=int, choices=(1, 2), default=1, help="ranks of a server, all on one GPU"
+        "--tp",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="ranks of a server, all on one GPU; default: %(default)s",
     )
     parser.add_argument("--families", nargs="+", help="default: all")
     parser.add_argument(
         "--at-once",
         type=int,
         default=4,
-        help="families to run on the GPU at once, quantised ones aside",
+        help="families to run on the GPU at once, quantised ones aside; default: %(default)s",
     )
     parser.add_argument("--no-recipe", action="store_true", help="skip the full-sized 31B recipe")
     parser.add_argument(
