@@ -84,37 +84,49 @@ def run_family(
 ) -> dict[str, Any]:
     """Serve a family; return the check results of each server and the durations."""
     began = time.monotonic()
-    found: dict[str, Any] = {"checks": {}}
+    found: dict[str, Any] = {"checks": {}, "start_s": {}, "ask_s": {}}
     servers: dict[str, Server] = {}
+
+    def ask(part: Part, names: list[str]) -> None:
+        patience = COMPILE_TIMEOUT_S if family.is_compiled else START_TIMEOUT_S
+        for name in names:
+            servers[name].wait(end_if_stopped, timeout_s=patience)
+            found["start_s"][name] = servers[name].start_s
+        if found["start_s"].keys() == servers.keys():
+            STARTED.add(family.name)
+        say(f"{family.name}: started, s: {found['start_s']}")
+        with ASKING[ranks]:
+            asking = time.monotonic()
+            # on a CPU there is one kernel for all
+            falls_back = family.has_mla and not small
+            for name, checked in part(
+                servers, folder, family, seeded=seeded, has_widths=not falls_back
+            ):
+                found["checks"][name] = checked
+                if name in ("exact", "deployed"):
+                    how = expected_worker(family, name, small=small, seeded=seeded)
+                    checked |= checks.check_worker(servers[name], how, falls_back=falls_back)
+                    checked |= checks.check_compared(servers[name]) if ranks > 1 else {}
+                failed = {each: result for each, result in checked.items() if result != "ok"}
+                told = f"{len(checked) - len(failed)} of {len(checked)} checks passed"
+                say(f"{family.name}, {name}: {told} {failed or ''}")
+                found["ask_s"][name] = round(time.monotonic() - asking, 1)
+
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         try:
             for name, server in start(family, folder, small=small, ranks=ranks, seeded=seeded):
                 servers[name] = server
                 RUNNING.add(server)
-            patience = COMPILE_TIMEOUT_S if family.is_compiled else START_TIMEOUT_S
-            for server in servers.values():
-                server.wait(end_if_stopped, timeout_s=patience)
-            STARTED.add(family.name)
-            found["start_s"] = {name: server.start_s for name, server in servers.items()}
-            say(f"{family.name}: started, s: {found['start_s']}")
-            with ASKING[ranks]:
-                asking = time.monotonic()
-                # on a CPU there is one kernel for all
-                falls_back = family.has_mla and not small
-                for name, checked in check(
-                    servers, folder, family, seeded=seeded, has_widths=not falls_back
-                ):
-                    found["checks"][name] = checked
-                    if name in ("exact", "deployed"):
-                        how = expected_worker(family, name, small=small, seeded=seeded)
-                        server = servers[name]
-                        checked |= checks.check_worker(server, how, falls_back=falls_back)
-                        checked |= checks.check_compared(server) if ranks > 1 else {}
-                    failed = {each: result for each, result in checked.items() if result != "ok"}
-                    told = f"{len(checked) - len(failed)} of {len(checked)} checks passed"
-                    say(f"{family.name}, {name}: {told} {failed or ''}")
-                found["ask_s"] = round(time.monotonic() - asking, 1)
+            # each part begins once its own servers have started
+            with ThreadPoolExecutor(len(PARTS)) as pool:
+                asked = [
+                    pool.submit(ask, part, names)
+                    for part, wanted in PARTS.items()
+                    if (names := [name for name in wanted if name in servers])
+                ]
+            for part in asked:
+                part.result()
         # one family's failure must not hide the others; a server refuses a port by SystemExit
         except (Exception, SystemExit) as error:
             end_if_stopped()
@@ -136,29 +148,40 @@ def end_if_stopped() -> None:
         raise KeyboardInterrupt
 
 
-def check(
+def check_texts(
     servers: dict[str, Server], folder: Path, family: Family, *, seeded: bool, has_widths: bool
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Ask the servers one after another; yield the name and the check results of each."""
+    """Compare answers with plain decoding's; yield the name and the check results of each server
+    that was."""
     prompts = checks.draw_prompts()
     if seeded:
         yield "exact", checks.check_seeded(servers["plain"], servers["exact"], prompts)
         return
-    if "plain" in servers:
-        wanted = checks.ask_plain(servers["plain"], prompts)
-        if "one rank" in servers:
-            alone = checks.ask_plain(servers["one rank"], prompts)
-            yield "plain", checks.check_one_rank(wanted, alone)
-        script = script_folder(folder, "exact")
-        found = checks.check_exact(servers["exact"], prompts, wanted, script, has_widths=has_widths)
-        yield "exact", found
-    if "deployed" in servers:
-        script = script_folder(folder, "deployed")
-        found = checks.check_answers(
-            *(servers["deployed"], prompts, script),
-            flips_often=family.flips_often,
-        )
-        yield "deployed", found
+    wanted = checks.ask_plain(servers["plain"], prompts)
+    if "one rank" in servers:
+        alone = checks.ask_plain(servers["one rank"], prompts)
+        yield "plain", checks.check_one_rank(wanted, alone)
+    script = script_folder(folder, "exact")
+    found = checks.check_exact(servers["exact"], prompts, wanted, script, has_widths=has_widths)
+    yield "exact", found
+
+
+def check_deployed(
+    servers: dict[str, Server], folder: Path, family: Family, **_: Any
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """The same for the server in half precision, whose texts are not compared."""
+    script = script_folder(folder, "deployed")
+    prompts, flips_often = checks.draw_prompts(), family.flips_often
+    found = checks.check_answers(servers["deployed"], prompts, script, flips_often=flips_often)
+    yield "deployed", found
+
+
+Part = Callable[..., Iterator[tuple[str, dict[str, str]]]]
+# with the servers that each asks
+PARTS: dict[Part, tuple[str, ...]] = {
+    check_texts: ("plain", "exact", "one rank"),
+    check_deployed: ("deployed",),
+}
 
 
 def run_recipe(has_started: Callable[[], None]) -> dict[str, Any]:

@@ -253,6 +253,47 @@ def test_the_recipe_starts_as_soon_as_the_last_families_leave_it_room(
     assert (order.index("recipe starts") < order.index("compiled")) == (free > run.RECIPE_GIB)
 
 
+def test_texts_are_compared_while_the_deployed_server_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It compiles more kernels at start, and each server compiles others when it is first asked."""
+    compared = threading.Event()
+
+    class Slow(Started):
+        start_s = 1.0
+
+        def wait(self, *_: Any, **__: Any) -> None:
+            assert compared.wait(10), "the other part waited for this server"
+
+    class Quick(Slow):
+        def wait(self, *_: Any, **__: Any) -> None:
+            pass
+
+    def check_texts(*_: Any, **__: Any) -> Iterator[tuple[str, dict[str, str]]]:
+        assert FAMILIES[0].name not in run.STARTED
+        compared.set()
+        yield "plain", {"greedy": "ok"}
+
+    def check_deployed(*_: Any, **__: Any) -> Iterator[tuple[str, dict[str, str]]]:
+        assert FAMILIES[0].name in run.STARTED
+        yield "deployed", {"greedy": "wrong"}
+
+    def start(*_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
+        yield "plain", Quick([])
+        yield "deployed", Slow([])
+
+    monkeypatch.setattr(run, "STARTED", set())
+    monkeypatch.setattr(run, "start", start)
+    monkeypatch.setattr(run, "expected_worker", lambda *_, **__: {})
+    monkeypatch.setattr(run.checks, "check_worker", lambda *_, **__: {})
+    parts = {check_texts: ("plain", "exact"), check_deployed: ("deployed",)}
+    monkeypatch.setattr(run, "PARTS", parts)
+    found = run.run_family(FAMILIES[0])
+    assert found["checks"] == {"plain": {"greedy": "ok"}, "deployed": {"greedy": "wrong"}}
+    assert found["start_s"] == {"plain": 1.0, "deployed": 1.0}
+    assert set(found["ask_s"]) == {"plain", "deployed"} and "error" not in found
+
+
 def test_a_family_whose_servers_cannot_be_started_fails_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
