@@ -125,8 +125,8 @@ def run_family(
                     for part, wanted in PARTS.items()
                     if (names := [name for name in wanted if name in servers])
                 ]
-            for part in asked:
-                part.result()
+            for each in asked:
+                each.result()
         # one family's failure must not hide the others; a server refuses a port by SystemExit
         except (Exception, SystemExit) as error:
             end_if_stopped()
