@@ -75,23 +75,7 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         default=TrainConfig.answers,
         help="answers of another run, instead of --prompts",
     )
-    add(
-        "--engine",
-        choices=("auto", "sglang", "transformers"),
-        default=TrainConfig.engine,
-        help="what generates answers; auto: sglang on a GPU, if installed; default: %(default)s",
-    )
-    add(
-        "--attention-backend",
-        default=TrainConfig.attention_backend,
-        help="of the SGLang engine; default: %(default)s",
-    )
-    add(
-        "--engine-rows",
-        type=int,
-        default=TrainConfig.engine_rows,
-        help="prompts that the engine answers concurrently; default: %(default)s",
-    )
+    _add_engine(group)
     add(
         "--answers-per-prompt",
         type=int,
@@ -121,6 +105,28 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         default=TrainConfig.thinking,
         help="enable_thinking of the chat template, as in serving; default: default, the "
         "template's own",
+    )
+
+
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    """Add what generates the answers."""
+    add = group.add_argument
+    add(
+        "--engine",
+        choices=("auto", "sglang", "transformers"),
+        default=TrainConfig.engine,
+        help="what generates answers; auto: sglang on a GPU, if installed; default: %(default)s",
+    )
+    add(
+        "--attention-backend",
+        default=TrainConfig.attention_backend,
+        help="of the SGLang engine; default: %(default)s",
+    )
+    add(
+        "--engine-rows",
+        type=int,
+        default=TrainConfig.engine_rows,
+        help="prompts that the engine answers concurrently; default: %(default)s",
     )
 
 

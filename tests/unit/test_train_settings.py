@@ -241,5 +241,5 @@ def test_the_help_says_what_each_choice_means():
     for name, default in (("labels", "soft"), ("loss", "dpace")):
         [choices] = [action.choices for action in parser._actions if action.dest == name]
         assert all(f"{choice}: " in helps[name] for choice in choices or ()), helps[name]
-        assert helps[name].endswith(f"default {default}")
+        assert helps[name].endswith(f"default: {default}")
     assert "answer only every N-th prompt, starting with the K-th" in helps["share"]
