@@ -35,7 +35,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,12 +172,7 @@ class Run:
 
     def _measure_all(self, ready: dict[Start, Ready], progress: Progress) -> None:
         """Measure what is missing, point by point: all servers that have one take turns in it."""
-        servers = {start: server for start, (server, _) in ready.items()}
-        turns = sharing.Turns(list(servers.values()))
-
-        def take_turn(start: Start) -> None:
-            turns.take(servers[start])
-
+        turns = sharing.Turns([server for server, _ in ready.values()])
         for group in groups_of({start: self.missing(start) for start in ready}):
             group = {start: place for start, place in group.items() if start in ready}
             if not group:
@@ -190,7 +184,7 @@ class Run:
                 for start, place in group.items():
                     self._skip(start, place, "out of time")
                 continue
-            for start, error in self._measure(group, ready, take_turn).items():
+            for start, error in self._measure(group, ready, turns).items():
                 self._note_failure(start, error)
                 del ready[start]
             for _ in group:
@@ -198,10 +192,7 @@ class Run:
             self.write(picture=False)
 
     def _measure(
-        self,
-        group: dict[Start, Place],
-        ready: dict[Start, Ready],
-        take_turn: Callable[[Start], None],
+        self, group: dict[Start, Place], ready: dict[Start, Ready], turns: sharing.Turns
     ) -> dict[Start, requests.RequestException]:
         """Measure a point of each server, in turn; return those that do not answer any more."""
         options, points = self.options, {}
@@ -216,6 +207,10 @@ class Run:
                 continue
             points[start] = Point(server, profile, n, room, prompts, options)
         gone = {}
+
+        def take_turn(start: Start) -> None:
+            turns.take(ready[start][0])
+
         for start, found in measure_in_turn(points, options.rounds, take_turn).items():
             if isinstance(found, requests.RequestException):
                 gone[start] = found

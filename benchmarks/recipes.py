@@ -179,8 +179,8 @@ def run_group(
     timeout_s: float,
     have_started: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """Start the servers of all cells, call `have_started`, measure one after another, and yield
-    each result."""
+    """Start the servers of all cells, measure one after another, each after `have_started`, and
+    yield each result."""
     beside = len(cells) - 1
     starts = {cell: partial(serve, cell, options, beside=beside) for cell in cells}
 
