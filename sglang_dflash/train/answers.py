@@ -155,8 +155,9 @@ def append_answers(folder: Path, answers: Iterable[Answer]) -> None:
         row |= {name: row[name].tolist() for name in ("prompt_ids", "answer_ids")}
         lines.append(json.dumps(row, separators=(",", ":")) + "\n")
     # a gzip file may have several members: one per group
+    group = gzip.compress("".join(lines).encode())
     with (folder / f"answers-{number:03d}.jsonl.gz").open("ab") as file:
-        file.write(gzip.compress("".join(lines).encode()))
+        file.write(group)
 
 
 def read_answers(paths: Iterable[Path], *, repair: bool = False) -> dict[str, Answer]:
@@ -177,7 +178,8 @@ def read_answers(paths: Iterable[Path], *, repair: bool = False) -> dict[str, An
         except UnicodeDecodeError as error:
             raise _not_answers(path, str(error)) from None
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            if not lines:
+            # a truncated file may hold less than one answer
+            if not lines and not (repair and isinstance(error, EOFError)):
                 raise ValueError(
                     f"{path} holds no readable answers ({error}). Remove it, or pass files that "
                     "`train` wrote."
