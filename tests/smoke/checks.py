@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -233,6 +234,17 @@ def check_worker(
     for name, value in expected.items():
         wrong = f"is {ours.get(name)!r}, not {value!r}"
         checks.add(f"our worker, {name}", None if ours.get(name) == value else wrong)
+    return checks.found
+
+
+def check_prefills(server: Server) -> dict[str, str]:
+    """Check that prefills run in SGLang's graphs, if it has captured some."""
+    log = server.log()
+    if "Capture target prefill CUDA graph end" not in log:
+        return {}
+    checks = Checks()
+    replayed = re.search("Prefill batch.*cuda graph: True", log)
+    checks.add("prefills run in graphs", None if replayed else "all of them ran eagerly")
     return checks.found
 
 

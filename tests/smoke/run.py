@@ -172,8 +172,9 @@ def check_deployed(
     """The same for the server in half precision, whose texts are not compared."""
     script = script_folder(folder, "deployed")
     prompts, flips_often = checks.draw_prompts(), family.flips_often
-    found = checks.check_answers(servers["deployed"], prompts, script, flips_often=flips_often)
-    yield "deployed", found
+    server = servers["deployed"]
+    found = checks.check_answers(server, prompts, script, flips_often=flips_often)
+    yield "deployed", found | checks.check_prefills(server)
 
 
 Part = Callable[..., Iterator[tuple[str, dict[str, str]]]]

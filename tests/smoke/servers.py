@@ -18,7 +18,7 @@ from tests.smoke.families import Family
 
 PLUGINS = ROOT / "tests" / "plugins"
 LARGEST_GRAPH = 4
-GRAPHS = ("--cuda-graph-max-bs-decode", str(LARGEST_GRAPH), "--disable-prefill-cuda-graph")
+GRAPHS = ("--cuda-graph-max-bs-decode", str(LARGEST_GRAPH))
 FP8_DRAFTER = ("--speculative-draft-model-quantization", "fp8")
 # many servers compile their kernels at once
 RANKS_ENV = {COMPARE_RANKS: "1", RANK_PATIENCE: "120"}
@@ -104,7 +104,10 @@ def arguments_of(family: Family, *, seeded: bool) -> list[str]:
 def exact_arguments(family: Family, *, small: bool) -> list[str]:
     """Return the further arguments of servers in fp32."""
     # experts in plain torch read sizes on the host, which a CUDA graph cannot
-    found = ["--disable-cuda-graph"] if family.has_experts or small else [*GRAPHS]
+    if family.has_experts or small:
+        found = ["--disable-cuda-graph"]
+    else:
+        found = [*GRAPHS, "--disable-prefill-cuda-graph"]
     if family.is_gpt_oss and not small:
         # SGLang's choice for gpt-oss lays out the experts for its own kernel only
         found += ["--moe-runner-backend", "triton"]

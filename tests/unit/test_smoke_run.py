@@ -307,3 +307,20 @@ def test_a_family_whose_servers_cannot_be_started_fails_alone(
     found = run.run_family(FAMILIES[0])
     assert "Another server already answers" in found["error"]
     assert stopped == ["plain"] and not run.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("captured", "ran", "failed"),
+    [(False, "False", []), (True, "True", []), (True, "False", ["prefills run in graphs"])],
+)
+def test_a_server_whose_prefills_leave_their_graphs_fails(
+    captured: bool, ran: str, failed: list[str]
+) -> None:
+    """If this broke, DFLASH could cost a user SGLang's prefill graphs and nobody would see it."""
+    lines = ["Capture target prefill CUDA graph end. elapsed=1.20 s"] * captured
+    lines += [f"Prefill batch, #new-seq: 1, #new-token: 93, cuda graph: {ran}, #queue-req: 0"]
+    server: Any = Started([])
+    server.log = lambda: "\n".join([*lines, "Decode batch, cuda graph: True"])
+    checked = run.checks.check_prefills(server)
+    assert bool(checked) == captured
+    assert [name for name, result in checked.items() if result != "ok"] == failed
