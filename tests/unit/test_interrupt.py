@@ -6,6 +6,7 @@ import argparse
 import ast
 import functools
 import multiprocessing
+import os
 import queue
 import signal
 import socket
@@ -76,6 +77,23 @@ def test_an_import_that_fails_for_the_signal_is_no_error(
     assert end_on_interrupt("some", import_something) == 130
     assert capsys.readouterr().err == "some: stopped\n"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("program", ["benchmarks.load", "tests.smoke.run"])
+def test_a_program_that_still_imports_ends_in_one_line(program: str, tmp_path: Path) -> None:
+    """Imports take seconds, in which a user finds out that an option is missing."""
+    slow = "import signal\nsignal.raise_signal(signal.SIGINT)\nprint('was not ended')\n"
+    for module in ("numpy", "torch"):
+        (tmp_path / f"{module}.py").write_text(slow)
+    done = subprocess.run(
+        [sys.executable, "-m", program, "--port", "1"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    name = program.rpartition(".")[2]
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{name}: stopped\n")
 
 
 @pytest.mark.parametrize("path", program_files(), ids=str)
