@@ -221,11 +221,16 @@ class Program:
     def __enter__(self) -> Program:
         """Wait until it answers."""
         end = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < end and self.is_running:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(self.ready, timeout=2).close()
-                return self
-            time.sleep(0.2)
+        try:
+            while time.monotonic() < end and self.is_running:
+                with contextlib.suppress(OSError):
+                    urllib.request.urlopen(self.ready, timeout=2).close()
+                    return self
+                time.sleep(0.2)
+        except BaseException:
+            # Ctrl-C while it starts
+            self.__exit__()
+            raise
         self.__exit__()
         raise SystemExit(f"{self.name} did not start:\n{self.log_tail()}")
 

@@ -21,6 +21,7 @@ import pytest
 import requests
 import yaml
 
+from launch.observability import start
 from sglang_dflash.testing.server import free_port
 from tests.dashboard import OBSERVABILITY, PANELS, filled
 
@@ -61,7 +62,7 @@ def value(port: int, query: str) -> str | None:
     """Return what Prometheus answers; None as long as it has nothing."""
     url = f"http://127.0.0.1:{port}/api/v1/query"
     try:
-        found = requests.get(url, params={"query": query}, timeout=5).json()["data"]["result"]
+        found = requests.get(url, params={"query": query}, timeout=30).json()["data"]["result"]
     except requests.RequestException:
         return None
     return found[0]["value"][1] if found else None
@@ -79,6 +80,7 @@ def test_the_script_watches_the_servers_it_is_given(
     stand_in.chmod(0o755)
     port, grafana_port = free_port(), free_port()
     ports = ["--prometheus-port", str(port), "--grafana-port", str(grafana_port)]
+    told: list[str] = []
     process = subprocess.Popen(
         [sys.executable, START, "--targets", target, "--data", tmp_path / "data", *ports],
         env={**os.environ, "PATH": f"{stand_in.parent}:{os.environ['PATH']}"},
@@ -92,14 +94,18 @@ def test_the_script_watches_the_servers_it_is_given(
             assert time.monotonic() < end and process.poll() is None
             time.sleep(0.5)
         assert value(port, f'up{{instance="{target}"}}') == "1"
-        rules = requests.get(f"http://127.0.0.1:{port}/api/v1/rules", timeout=5).json()
+        rules = requests.get(f"http://127.0.0.1:{port}/api/v1/rules", timeout=30).json()
         assert rules["data"]["groups"][0]["rules"]
-        while not (tmp_path / "data" / "grafana.json").exists():
-            assert time.monotonic() < end and process.poll() is None
-            time.sleep(0.2)
+        # its last line says that all programs answer
+        assert process.stdout is not None
+        for line in process.stdout:
+            told.append(line)
+            if "Ctrl-C ends it." in line:
+                break
     finally:
         process.send_signal(number)
-        out, _ = process.communicate(timeout=30)
+        rest, _ = process.communicate(timeout=60)
+    out = "".join([*told, rest])
     assert process.returncode == 128 + number
     assert f"Grafana: http://127.0.0.1:{grafana_port}" in out and "does not answer" not in out
     with pytest.raises(requests.ConnectionError):
@@ -109,6 +115,21 @@ def test_the_script_watches_the_servers_it_is_given(
     assert settings["PROMETHEUS_URL"] == f"http://127.0.0.1:{port}"
     assert Path(settings["GF_PATHS_PROVISIONING"], "datasources").is_dir()
     assert Path(settings["DASHBOARDS"], "grafana-dashboard.json").is_file()
+
+
+def test_ctrl_c_while_a_program_starts_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a session of its own, so it would stay, and keep its port."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    program = start.Program("slow", ["sleep", "600"], ready="http://127.0.0.1:9", data=tmp_path)
+    monkeypatch.setattr(start.urllib.request, "urlopen", interrupt)
+    with pytest.raises(KeyboardInterrupt), program:
+        pass
+    assert not program.is_running
 
 
 def test_without_prometheus_the_script_says_what_to_do(tmp_path: Path) -> None:
