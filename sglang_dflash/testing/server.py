@@ -29,7 +29,10 @@ import requests
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 420
 NO_ANSWER = "the server did not answer in time"
-PORTS = range(20000, 32000)
+# below those from which SGLang draws further ports, 22000 to 29999
+PORTS = range(10000, 22000)
+# held until this process ends, so that no other one draws the same port in the meantime
+_reservations: list[socket.socket] = []
 STOP_TIMEOUT_S = 3
 IDLE_TIMEOUT_S = 60
 # SGLang's scheduling modes for DFLASH. OVERLAP is launch/cpu.sh's switch; on a GPU overlap is the
@@ -41,16 +44,31 @@ SCHEDULES = {
 }
 
 
-def free_port() -> int:
-    """Return a free port for a server that binds it half a minute later.
+def free_port(count: int = 1) -> int:
+    """Return a free port, the first of `count`, for a server that binds it half a minute later.
 
-    It is below the ephemeral range, where an outgoing connection could take it in the meantime.
+    It is below the ephemeral range, where an outgoing connection could take it in the meantime, and
+    no other call returns it while this process lives, in whichever process.
     """
     while True:
-        port = random.SystemRandom().choice(PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
+        first = random.SystemRandom().choice(PORTS)
+        if all(map(_reserve, range(first, first + count))):
+            return first
+
+
+def _reserve(port: int) -> bool:
+    """Return whether a port is free and nobody has reserved it, and reserve it then."""
+    reservation = socket.socket(socket.AF_UNIX)
+    try:
+        # a name without a file, of which the kernel gives each only once
+        reservation.bind(f"\0sglang_dflash port {port}")
+        with socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
-            return port
+    except OSError:
+        reservation.close()
+        return False
+    _reservations.append(reservation)
+    return True
 
 
 class ServerProcess:

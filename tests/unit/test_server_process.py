@@ -24,6 +24,20 @@ def test_a_server_that_ends_is_reported_with_its_log_and_leaves_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_port_is_drawn_twice_whoever_draws() -> None:
+    """A server binds it half a minute later, and another process could draw it until then."""
+    first = free_port(3)
+    draw = (
+        "from sglang_dflash.testing import server\n"
+        f"server.PORTS = range({first}, {first + 53})\n"
+        "print(*(server.free_port() for _ in range(30)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", draw], cwd=ROOT, capture_output=True, text=True)
+    drawn = set(map(int, ran.stdout.split()))
+    assert len(drawn) == 30, ran.stderr
+    assert min(drawn) >= first + 3
+
+
 def test_the_log_can_be_read_while_it_is_written(tmp_path: Path) -> None:
     go = tmp_path / "go"
     says = (
