@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 
 
 class Page(HTMLParser):

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import requests
 
+from benchmarks import batch_load
 from sglang_dflash.testing.server import Server
 from tests.e2e.conftest import SCRIPTED, SHAPE, start_together
 
@@ -51,19 +52,23 @@ def family(server: Server) -> list[int]:
 
 
 def load(server: Server, prompts: list[list[int]]) -> list[threading.Thread]:
-    """Keep the server busy with long answers; request errors are expected in these tests."""
+    """Return once long answers to all prompts are on their way. Request errors are expected in
+    these tests."""
 
     def one(ids: list[int]) -> None:
-        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}
+        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
         try:
-            requests.post(f"{server.url}/generate", json=body, timeout=60)
+            requests.post(f"{server.url}/generate", json=body, timeout=180)
         except requests.RequestException:
             return
 
     threads = [threading.Thread(target=one, args=(ids,)) for ids in prompts]
     for thread in threads:
         thread.start()
-    time.sleep(1.0)
+    end = time.monotonic() + 60
+    while batch_load.ran_together(server.log()) < len(prompts):
+        assert time.monotonic() < end, "the requests do not run together"
+        time.sleep(0.05)
     return threads
 
 
@@ -75,7 +80,7 @@ def test_sigterm_under_load_ends_every_process(
     threads = load(server, prompts[:8])
     assert all(thread.is_alive() for thread in threads), "the server has nothing in flight"
     os.kill(server.pid, signal.SIGTERM)
-    left = wait_until_gone(pids, seconds=60)
+    left = wait_until_gone(pids, seconds=180)
     for thread in threads:
         thread.join()
     assert left == [], server.log()[-2000:]
@@ -89,6 +94,6 @@ def test_an_exception_in_the_worker_is_named_and_ends_the_server(
     pids = family(server)
     with pytest.raises(requests.RequestException):
         server.generate(prompts[0], rid="raise-1", max_new_tokens=20)
-    assert wait_until_gone(pids, seconds=60) == []
+    assert wait_until_gone(pids, seconds=180) == []
     assert server.wait_for_exit(10) != 0
     assert "RuntimeError: scripted failure" in server.log()

@@ -17,7 +17,6 @@ from typing import Any
 
 import openai
 import pytest
-import requests
 import torch
 from PIL import Image
 from transformers import (
@@ -316,7 +315,7 @@ def test_next_turn_finds_the_last_one_in_the_cache(chat: Chat, drafter: str) -> 
     first, second = CONVERSATIONS["tool at once"], CONVERSATIONS["after the tool"]
     answers, cached = [], []
     for server in (chat.plain, chat.dflash):
-        requests.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
+        server.flush_cache()
         turns = [ask(server, c.messages, c.request, drafter=drafter) for c in (first, second)]
         answers.append(turns)
         cached.append([turn.cached_tokens for turn in turns])

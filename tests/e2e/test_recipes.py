@@ -53,8 +53,8 @@ def test_a_recipe_starts_answers_and_is_measured_once(
     shrink(tmp_path)
     out = tmp_path / "out"
     arguments = ["--recipes", RECIPE, "--systems", "ours", "--shapes", str(tmp_path)]
-    arguments += ["--requests", "1", "2", "--context", "32", "--tries", "1", "2"]
-    arguments += ["--lengths", "73", "313"]
+    arguments += ["--requests", "1", "2", "--context", "32", "--tries", "2", "4"]
+    arguments += ["--lengths", "73", "473"]
     arguments += ["--port", str(free_port()), "--out", str(out), *ON_CPU.split()]
     results, missing = recipes.run(recipes.parse(arguments))
     assert missing == []

@@ -22,7 +22,9 @@ from tests.e2e.test_exact import ask
 from tests.e2e.test_metrics import totals
 
 NEW_TOKENS = 60
-LONG = 320
+LONG = 900
+# for sixteen such answers on the replica that is left
+ROOM = ("--context-length", "1024", "--max-total-tokens", "16384")
 LASTING: dict[str, Any] = {"max_tokens": LONG, "extra_body": {"ignore_eos": True}}
 SHORT = LASTING | {"max_tokens": NEW_TOKENS}
 # far less than any timeout of the router or the client
@@ -73,7 +75,8 @@ class Router(ServerProcess):
 
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[list[Server]]:
-    servers = start_together(Server(*SHAPE, "--enable-metrics"), Server(*SHAPE, "--enable-metrics"))
+    args = (*SHAPE, *ROOM, "--enable-metrics")
+    servers = start_together(Server(*args), Server(*args))
     yield servers
     for server in servers:
         server.stop()

@@ -23,7 +23,7 @@ PAIR = ROOT / "sglang_dflash" / "pairs" / "tiny"
 
 
 LOAD = ("--model-path", str(PAIR / "target"), "--draft-model-path", str(PAIR / "drafter"))
-LOAD += ("--requests", "1", "3", "--contexts", "32", "--lengths", "8", "120", "--tries", "2", "2")
+LOAD += ("--requests", "1", "3", "--contexts", "32", "--lengths", "8", "300", "--tries", "2", "4")
 LOAD += ("--sleep-on-idle",)
 
 
@@ -101,6 +101,8 @@ def test_a_stopped_benchmark_takes_its_server_with_it() -> None:
     benchmark = subprocess.Popen([*command, "--port", str(port), *LOAD], cwd=ROOT)
     try:
         assert wait_for(lambda: servers_at(port)), "no server was started"
+        # seen from its first moment on, in which the benchmark may not know it yet
+        time.sleep(1)
         benchmark.terminate()
         assert benchmark.wait(60) != 0
         assert wait_for(lambda: not servers_at(port)), "the server is still there"
@@ -119,7 +121,7 @@ def servers_at(port: int) -> list[psutil.Process]:
     return found
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 30) -> bool:
+def wait_for(condition: Callable[[], object], seconds: float = 180) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -73,12 +73,17 @@ def test_every_answer_equals_plain_decoding(found: dict[str, Any]) -> None:
 
 
 def test_accept_length_is_what_the_server_counted(found: dict[str, Any]) -> None:
-    for point in found["results"]["ours"]["points"]:
+    points = found["results"]["ours"]["points"]
+    for point in points:
         counted = point["server_meter"]
         assert point["verify_steps"] == counted["verify_steps"] > 0
         assert point["committed_tokens"] == counted["committed_tokens"]
         assert sum(point["steps_by_accepted_drafts"]) == counted["verify_steps"]
-        assert point["accept_length"] > 1
+        assert point["accept_length"] == pytest.approx(
+            point["committed_tokens"] / point["verify_steps"], abs=0.01
+        )
+    # on a busy machine the automatic width may rightly choose not to draft for a whole point
+    assert max(point["accept_length"] for point in points) > 1
     assert "accept_length" not in found["results"]["plain"]["points"][0]
 
 

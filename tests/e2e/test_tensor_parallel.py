@@ -20,6 +20,8 @@ from tests.e2e.test_metrics import totals
 from tests.e2e.test_widths import added
 
 NEW_TOKENS = 60
+# of one rank with the other, on cores that other tests share
+PATIENCE_S = 15
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks of a CPU")
 
@@ -33,7 +35,11 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(given: Path) -> Iterator[Server]:
     """The embedded pair sharded over two ranks, which communicate over gloo."""
-    env = {"PYTHONPATH": SCRIPTED, "WIDTHS": str(given), "SGLANG_DFLASH_RANK_PATIENCE": "5"}
+    env = {
+        "PYTHONPATH": SCRIPTED,
+        "WIDTHS": str(given),
+        "SGLANG_DFLASH_RANK_PATIENCE": str(PATIENCE_S),
+    }
     env |= TWO_CORES | SCHEDULES["plan stream"]
     metrics = ("--enable-metrics", "--decode-log-interval", "10")
     with Server(*SHAPE, "--tp-size", "2", *metrics, env=env) as server:
@@ -41,10 +47,13 @@ def two_ranks(given: Path) -> Iterator[Server]:
 
 
 def test_two_ranks_answer_as_plain_decoding(
-    plain: Server, two_ranks: Server, prompts: list[list[int]]
+    plain: Server, two_ranks: Server, prompts: list[list[int]], given: Path
 ) -> None:
     expected = plain.generate_all(prompts[:12], max_new_tokens=NEW_TOKENS)
+    # full blocks: on a busy machine the automatic width may rightly choose not to draft
+    plugin.give(given, 16)
     found = two_ranks.generate_all(prompts[:12], max_new_tokens=NEW_TOKENS)
+    plugin.give(given)
     assert [a["output_ids"] for a in found] == [a["output_ids"] for a in expected]
     assert two_ranks.acceptance()["accept_length"] >= 2.0
 
@@ -121,12 +130,15 @@ def test_a_rank_that_hangs_is_named_and_ends_the_server(
     began = time.monotonic()
     with ThreadPoolExecutor(1) as beside:
         asked = beside.submit(two_ranks.generate, prompts[0], max_new_tokens=NEW_TOKENS)
-        assert two_ranks.wait_for_exit(60) != 0
+        assert two_ranks.wait_for_exit(120) != 0
         with pytest.raises(requests.ConnectionError):
             asked.result(30)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 120
     lines = two_ranks.log().splitlines()
     sentence = next((line for line in lines if "This server ends." in line), "")
     assert sentence, "\n".join(lines[-40:])
     assert f" TP0] Rank 1 of this server (process {stopped.pid} on " in sentence
-    assert ") has not answered rank 0 for 5 s, and no rank can go on without it." in sentence
+    assert (
+        f") has not answered rank 0 for {PATIENCE_S} s, and no rank can go on without it."
+        in sentence
+    )

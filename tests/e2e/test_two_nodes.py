@@ -38,7 +38,7 @@ def node(rank: int, port: int, *args: str) -> Server:
     return Server(
         *ARGS,
         *("--tp-size", "2", "--nnodes", "2", "--node-rank", str(rank)),
-        *("--dist-init-addr", f"127.0.0.1:{port}", *args),
+        *("--dist-init-addr", f"127.0.0.1:{port}", "--dist-timeout", "300", *args),
         env={**TWO_CORES, **ENV},
     )
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -191,15 +191,21 @@ def test_weights_are_read_from_the_target(targets: Targets) -> None:
 def test_requests_in_flight_keep_the_cache_or_the_weights(targets: Targets) -> None:
     """SGLang kills a server that cannot flush its cache after an update."""
     targets.load(targets.first)
-    answers: list[dict[str, Any]] = []
+    lines: list[str] = []
+    begun = threading.Event()
 
     def ask() -> None:
-        params = {"max_new_tokens": 400, "ignore_eos": True}
-        answers.append(targets.server.generate(targets.prompts[0], **params))
+        params = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+        body = {"input_ids": targets.prompts[0], "sampling_params": params, "stream": True}
+        url = f"{targets.server.url}/generate"
+        with requests.post(url, json=body, stream=True, timeout=300) as response:
+            for line in response.iter_lines(decode_unicode=True):
+                lines.append(line)
+                begun.set()
 
     asking = threading.Thread(target=ask)
     asking.start()
-    time.sleep(0.3)
+    assert begun.wait(120)
     assert targets.post("pause_generation", mode="in_place").ok
     refused = targets.post("update_weights_from_disk", model_path=str(targets.second))
     assert refused.status_code == 400
@@ -208,7 +214,9 @@ def test_requests_in_flight_keep_the_cache_or_the_weights(targets: Targets) -> N
     assert "keep using KV of the old weights" in message
     assert targets.post("continue_generation").ok
     asking.join()
-    assert len(answers[0]["output_ids"]) == 400
+    last = [line for line in lines if line.startswith("data: {")][-1]
+    answer = json.loads(last.removeprefix("data: "))
+    assert answer["meta_info"]["completion_tokens"] == 400
     targets.server.flush_cache()
     targets.expect(targets.second)
 

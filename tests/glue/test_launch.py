@@ -26,7 +26,7 @@ def run(script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess
         env={**os.environ, "PYTHON": sys.executable, "DRY_RUN": "1", **env},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
 
 

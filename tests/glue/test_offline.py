@@ -37,7 +37,7 @@ def test_engine_answers_are_those_of_plain_decoding(tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'sglang_dflash/glue/cpu/path'}",
     }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     answers = list(read_answers(answer_files(tmp_path / "out")).values())
     assert len(answers) == 8

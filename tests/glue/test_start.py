@@ -91,7 +91,7 @@ def test_the_process_ends_with_the_sentence_alone() -> None:
         env={**os.environ, "PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
@@ -115,7 +115,7 @@ def test_serve_passes_the_doctor_in_the_environment_of_make() -> None:
             env=env,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
         )
     assert done.returncode == 1
     assert f"Cannot listen on --host 127.0.0.1 --port {port}: " in done.stderr.splitlines()[-1]

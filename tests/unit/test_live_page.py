@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import requests
 
 from sglang_dflash.commands.history import History
 from sglang_dflash.commands.web import listen
@@ -36,11 +37,12 @@ def test_a_browser_shows_each_replica_its_alarms_and_survival(
     # polls once; the next poll would be in ten minutes
     with listen(history, "127.0.0.1", 0, 600) as page:
         threading.Thread(target=page.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{page.server_port}"
         end = time.monotonic() + 30
-        while len(history.data()["at"]) < 2:
+        while len(requests.get(f"{url}/data", timeout=30).json()["at"]) < 2:
             assert time.monotonic() < end
             time.sleep(0.01)
-        found = browse(browser, f"http://127.0.0.1:{page.server_port}", tmp_path)
+        found = browse(browser, url, tmp_path)
         page.shutdown()
     titles, *rows = found.rows
     shown = [dict(zip(titles, row, strict=True)) for row in rows]

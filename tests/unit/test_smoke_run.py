@@ -157,6 +157,9 @@ def called(monkeypatch: pytest.MonkeyPatch, out: Path, stopped_at: str | None = 
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(run, "run_family", run_family)
+    # asked if the last families to begin are compiled ones
+    monkeypatch.setattr(run.gpu, "free_gib", lambda: 0.0)
+    monkeypatch.setattr(run, "LOOK_S", 0.01)
     monkeypatch.setattr(run.recipes, "run_group", no_group)
     about = {"command": "smoke", "commit": "c0ffee", "gpu": "H200", "sglang": release.NEWEST}
     monkeypatch.setattr(run.result_files, "provenance", lambda _: about)
