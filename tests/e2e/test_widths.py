@@ -34,6 +34,7 @@ BLOCK = 16
 # with *: passes without drafts
 CHANGING = (1, 16, 4, -3, "1*5", 2, 1, -6, "1*8", 7)
 NEW_TOKENS = 40
+MOST_TURNS = 5
 # sampling by our kernels that is greedy, unless two tokens are within rounding error
 COLD = {"temperature": 1e-4}
 # of the answers that scripted drafters know
@@ -142,11 +143,20 @@ def test_answers_are_those_of_plain_decoding(
     """A row that is numbered, penalised or masked as in a full block would be another's."""
     body = {"sampling_params": {"max_new_tokens": NEW_TOKENS, **CASES[name]}}
     expected = tokens(ask(control, prompts[:8], body))
-    assert tokens(ask(changing, prompts[:8], body)) == expected
-    positive = (width for width in CHANGING if isinstance(width, int) and width > 0)
-    assert all(changing.acceptance()["at_width"][width - 1] for width in positive)
-    is_ours = name == "temperature 0"
-    assert bool(changing.state()["sglang_dflash"]["width"]["shared"]["steps"]) or not is_ours
+    for _ in range(MOST_TURNS):
+        assert tokens(ask(changing, prompts[:8], body)) == expected
+        if has_changed(changing, shares_rows=name == "temperature 0"):
+            return
+    raise AssertionError(changing.acceptance()["at_width"])
+
+
+def has_changed(server: Server, *, shares_rows: bool) -> bool:
+    """Return whether all widths were taken, and shared rows if they can be: not by requests that
+    arrive far apart."""
+    widths = [width for width in CHANGING if isinstance(width, int) and width > 0]
+    state = server.state()["sglang_dflash"]["width"]
+    taken = all(server.acceptance()["at_width"][width - 1] for width in widths)
+    return taken and (bool(state["shared"]["steps"]) or not shares_rows)
 
 
 @pytest.mark.parametrize("name", ["temperature 1.5", "all penalties"])
