@@ -204,6 +204,49 @@ def test_a_card_that_does_not_tell_its_memory_fails_one_trial_only(
     assert trial.error == "RuntimeError: CUDA error: unknown" and trial.score == 0
 
 
+@pytest.mark.parametrize(
+    ("seconds", "rounds", "told"),
+    [
+        # of each round; all further ones take as long as the last
+        ([4.0, 4.02], 2, ""),
+        ([0.5], 6, ""),
+        ([1.0, 0.9, 0.8, 0.7, 0.7], 5, ""),
+        ([30.0, 20.0], 2, "1 requests: the two fastest of 2 rounds are 33% apart"),
+        ([2.0, *(2.0 * 0.95**k for k in range(1, 40))], 14, "rounds are 5% apart"),
+    ],
+    ids=["steady", "short", "warming up", "slow", "never steady"],
+)
+def test_rounds_go_on_until_two_agree(
+    seconds: list[float],
+    rounds: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A fast card answers all questions in a second, of which any pause is a large part."""
+    now, rounds_begun = 0.0, 0
+
+    class Server(Idle):
+        url = "http://127.0.0.1:1"
+
+        def flush_cache(self) -> None:
+            nonlocal rounds_begun
+            rounds_begun += 1
+
+    def ask(*_: object) -> int:
+        nonlocal now
+        now += seconds[min(rounds_begun, len(seconds)) - 1] / tune.FEWEST_QUESTIONS
+        return 10
+
+    monkeypatch.setattr(tune.time, "monotonic", lambda: now)
+    monkeypatch.setattr(tune, "ask", ask)
+    rate = tune.rate(Server(), [[]], 1, 128)  # type: ignore[arg-type]
+    assert rounds_begun == rounds
+    fastest = min(seconds[:rounds])
+    assert rate == pytest.approx(10 * tune.FEWEST_QUESTIONS / fastest)
+    assert told in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("block", ["1", "17"])
 def test_a_block_that_the_drafter_cannot_draft_is_refused(block: str) -> None:
     with pytest.raises(ValueError, match=f"--blocks {block}: the drafter's block size is 16"):
