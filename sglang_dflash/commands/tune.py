@@ -78,6 +78,7 @@ class Trial:
     kv_tokens: int | None = None
     free_gib: float | None = None
     card_gib: float | None = None
+    accept_length: float | None = None  # over all loads; None without DFLASH
     error: str = ""
 
     @property
@@ -215,7 +216,9 @@ def try_settings(settings: Settings, chats: list[Chat], options: argparse.Namesp
             rates = {n: rate(server, chats, n, options.max_tokens) for n in options.requests}
             free, total = free_memory(options.tp_size) if on_gpu else (None, None)
             tokens = server.info().get("max_total_num_tokens")
-        return Trial(settings, rates, tokens, free, total)
+            ours = server.state().get("sglang_dflash")
+        accept_length = None if ours is None else ours["acceptance"]["accept_length"]
+        return Trial(settings, rates, tokens, free, total, accept_length)
     except (RuntimeError, requests.RequestException) as error:
         return Trial(settings, {}, error=reason(str(error)))
     except subprocess.CalledProcessError as error:
@@ -284,10 +287,13 @@ def report(trials: list[Trial], best: Trial, options: argparse.Namespace, *, on_
     titles = {n: f"tokens/s at {n}" for n in options.requests}
     plain = trials[0]
     wide = max(len(str(trial.settings)) for trial in trials)
-    lines = [f"  {'':{wide}}  " + "  ".join(titles.values())]
+    length = "accept length"
+    lines = [f"  {'':{wide}}  " + "  ".join([*titles.values(), length])]
     for trial in trials:
         mark = "*" if trial is best else " "
         cells = [f"{trial.rates[n]:>{len(title)}.1f}" for n, title in titles.items() if trial.rates]
+        if trial.accept_length is not None:
+            cells.append(f"{trial.accept_length:>{len(length)}.2f}")
         lines.append(f"{mark} {str(trial.settings):{wide}}  " + ("  ".join(cells) or trial.error))
     lines.append("")
     if not plain.error:
@@ -308,7 +314,12 @@ def described(
         "gpu": torch.cuda.get_device_name(0) if on_gpu else None,
         "launch": best.settings.launch_line(options, on_gpu=on_gpu),
         "trials": [
-            {"settings": str(t.settings), "tokens_per_s": t.rates, "error": t.error or None}
+            {
+                "settings": str(t.settings),
+                "tokens_per_s": t.rates,
+                "accept_length": t.accept_length,
+                "error": t.error or None,
+            }
             for t in trials
         ],
     }

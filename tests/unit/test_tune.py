@@ -116,6 +116,16 @@ def test_a_load_that_plain_decoding_serves_as_fast_is_told() -> None:
     )
 
 
+def test_acceptance_stands_beside_the_speed() -> None:
+    """Low acceptance on a user's own text is the usual reason for a small gain."""
+    plain = Trial(replace(FIRST, block=1), {1: 50.0, 8: 200.0})
+    ours = Trial(FIRST, {1: 80.0, 8: 300.0}, accept_length=3.456)
+    title, *lines = report([plain, ours], ours, options(), on_gpu=True).splitlines()
+    assert title.split()[-2:] == ["accept", "length"]
+    assert [line.split()[-1] for line in lines[:2]] == ["200.0", "3.46"]
+    assert len(lines[1]) == len(title)
+
+
 def test_a_cpu_has_block_sizes_and_widths_only() -> None:
     plan = make_plan(options(), on_gpu=False)
     assert plan.first == Settings(16) and plan.trials() == 3
