@@ -15,6 +15,9 @@ if INTERPRETED or torch.cuda.is_available():
     TRITON = triton_ops()
 # a batch of so many rows that a program has several blocks of one; the interpreter is slow
 MANY, PROGRAMS = (5, 8) if INTERPRETED else (40, 64)
+# of draft KV; the interpreter rounds wrongly to fp8: 1.97 to 1
+FP8_CACHES = () if INTERPRETED else (torch.float8_e4m3fn, torch.float8_e5m2)
+CACHES = (torch.float32, torch.bfloat16, *FP8_CACHES)
 
 
 def draw(high: int, *shape: int) -> torch.Tensor:
@@ -82,15 +85,15 @@ def test_context_hidden(dtype: torch.dtype) -> None:
 
 
 @runs_kernel
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cached", CACHES, ids=str)
 @pytest.mark.parametrize(("kv_heads", "dim"), [(2, 64), (8, 128), (3, 40)])
-def test_write_context(kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+def test_write_context(kv_heads: int, dim: int, cached: torch.dtype) -> None:
+    dtype = cached if cached.itemsize > 1 else torch.bfloat16
     torch.manual_seed(dim)
     layers, rows, total = 3, 6, 20
     projected = torch.randn(layers, rows, 2 * kv_heads * dim, device=DEVICE, dtype=dtype)
     positions = draw(50, rows)
-    # two rejected rows, at the scratch slot
-    slots = torch.tensor([4, 0, 19, 7, 0, 1], device=DEVICE)
+    slots = torch.tensor([4, 0, 19, 7, 0, 1], device=DEVICE)  # two rejected, at the scratch slot
     angles = torch.arange(50)[:, None] * 1000.0 ** (-torch.arange(dim // 2) / dim)
     constants = {
         "k_norm_weights": [torch.randn(dim, device=DEVICE, dtype=dtype) for _ in range(layers)],
@@ -100,16 +103,16 @@ def test_write_context(kv_heads: int, dim: int, dtype: torch.dtype) -> None:
     caches = []
     for ops in (TORCH, TRITON):
         keys, values = (
-            [torch.full((total, kv_heads, dim), 7.0, device=DEVICE, dtype=dtype) for _ in range(3)]
+            [torch.full((total, kv_heads, dim), 7.0, device=DEVICE, dtype=cached) for _ in range(3)]
             for _ in range(2)
         )
         ops.write_context(projected, positions, slots, keys, values, **constants)
-        caches.append(torch.stack([torch.stack(keys), torch.stack(values)])[:, :, 1:])
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        caches.append(torch.stack([cache.float() for cache in (*keys, *values)])[:, 1:])
+    tolerance = max(1e-5, 2.5 * torch.finfo(cached).eps)
     torch.testing.assert_close(caches[1], caches[0], atol=tolerance, rtol=tolerance)
     untouched = [slot - 1 for slot in range(1, total) if slot not in slots.tolist()]
-    assert (caches[1][:, :, untouched] == 7).all()
-    assert_same(caches[1][1], caches[0][1])
+    assert (caches[1][:, untouched] == 7).all()
+    assert_same(caches[1][layers:], caches[0][layers:])
 
 
 @pytest.fixture
