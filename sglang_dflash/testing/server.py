@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,8 +32,9 @@ START_TIMEOUT_S = 420
 NO_ANSWER = "the server did not answer in time"
 # below those from which SGLang draws further ports, 22000 to 29999
 PORTS = range(10000, 22000)
-# held until this process ends, so that no other one draws the same port in the meantime
-_reservations: list[socket.socket] = []
+# so many ports are reserved at a time, each by an open file, and the oldest is given up for another
+MOST_RESERVED = 64
+_reservations: deque[socket.socket] = deque()
 STOP_TIMEOUT_S = 3
 IDLE_TIMEOUT_S = 60
 # SGLang's scheduling modes for DFLASH. OVERLAP is launch/cpu.sh's switch; on a GPU overlap is the
@@ -48,7 +50,7 @@ def free_port(count: int = 1) -> int:
     """Return a free port, the first of `count`, for a server that binds it half a minute later.
 
     It is below the ephemeral range, where an outgoing connection could take it in the meantime, and
-    no other call returns it while this process lives, in whichever process.
+    no other process draws it, nor this one, while it is among the last that this one has drawn.
     """
     while True:
         first = random.SystemRandom().choice(PORTS)
@@ -68,6 +70,8 @@ def _reserve(port: int) -> bool:
         reservation.close()
         return False
     _reservations.append(reservation)
+    if len(_reservations) > MOST_RESERVED:
+        _reservations.popleft().close()
     return True
 
 
