@@ -105,6 +105,7 @@ def memory_of(target: str, drafter: str) -> RankMemory:
         trust_remote_code=False,
         swa_full_tokens_ratio=1.0,
         kv_cache_dtype=None,
+        speculative_draft_kv_cache_dtype=None,
         speculative_draft_model_quantization=None,
     )
     try:

@@ -342,6 +342,11 @@ def add_pair_options(parser: argparse.ArgumentParser, *, by_card: bool = False) 
         help="type of the KV cache; of SGLang's, those whose size is known",
     )
     parser.add_argument(
+        "--speculative-draft-kv-cache-dtype",
+        choices=KV_TYPES,
+        help="the same for the drafter alone, with SGLang 0.5.23; default: the target's",
+    )
+    parser.add_argument(
         "--trust-remote-code", action="store_true", help="run code from the models' repositories"
     )
 

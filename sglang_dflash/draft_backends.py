@@ -22,6 +22,8 @@ class Backend:
     kinds: tuple[str, ...] = ALL_KINDS  # of attention
     majors: tuple[int, ...] | None = None  # of the compute capability; None for any
     runs_fp32: bool = False
+    # KV in FP8, though the target's may be in another type
+    reads_fp8: bool = False
 
 
 # in order of preference. FA4 is the fastest where it was measured, on Hopper. SGLang 0.5.17's has
@@ -29,7 +31,7 @@ class Backend:
 # host. FA3 on 8.x was never run with a drafter, so Triton comes before it, but it may be asked for
 CUDA = {
     "fa4": Backend(majors=(9, 10)),
-    "triton": Backend(runs_fp32=True),
+    "triton": Backend(runs_fp32=True, reads_fp8=True),
     "fa3": Backend(majors=(8, 9)),
     "flashinfer": Backend(SUPPORTED_LAYER_TYPES),
     "trtllm_mha": Backend((SLIDING,), majors=(9, 10, 12)),
@@ -47,12 +49,14 @@ class Place:
     device: str
     capability: tuple[int, int] | None  # None on a CPU
     is_fp32: bool
+    has_fp8_kv: bool = False  # asked for, for the drafter alone
 
     def __str__(self) -> str:
         parts = [self.device]
         if self.capability is not None:
             parts.append("compute capability {}.{}".format(*self.capability))
-        return ", ".join([*parts, "fp32"] if self.is_fp32 else parts)
+        parts += ["fp32"] * self.is_fp32 + ["draft KV in FP8"] * self.has_fp8_kv
+        return ", ".join(parts)
 
 
 def able_backends(kinds: Collection[str], place: Place) -> list[str]:
@@ -62,6 +66,7 @@ def able_backends(kinds: Collection[str], place: Place) -> list[str]:
         for name, backend in BY_DEVICE[place.device].items()
         if set(kinds) <= set(backend.kinds)
         and (backend.runs_fp32 or not place.is_fp32)
+        and (backend.reads_fp8 or not place.has_fp8_kv)
         and (
             place.capability is None
             or backend.majors is None

@@ -221,6 +221,7 @@ def count(recipe: str, target: str) -> tuple[RankMemory, DrafterSpec]:
         trust_remote_code=False,
         swa_full_tokens_ratio=pair.sliding_share,
         kv_cache_dtype=None,
+        speculative_draft_kv_cache_dtype=None,
         speculative_draft_model_quantization=None,
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -138,6 +138,7 @@ def _judge_offers(
         "--quantization": options.quantization,
         "--speculative-draft-model-quantization": options.speculative_draft_model_quantization,
         "--kv-cache-dtype": options.kv_cache_dtype,
+        "--speculative-draft-kv-cache-dtype": options.speculative_draft_kv_cache_dtype,
         "--swa-full-tokens-ratio": options.swa_full_tokens_ratio,
     }
     for_a_pair = [option for option, is_given in asked.items() if is_given]
@@ -194,7 +195,9 @@ def _count(
     pair: Pair, asked: argparse.Namespace, *, card: AskedCard
 ) -> tuple[list[Finding], dict[str, Any]]:
     """Check what each rank has to hold; return the memory plan as well, empty if there is none."""
-    place = Place("cuda", card.capability, is_fp32=False)
+    draft_dtype = asked.speculative_draft_kv_cache_dtype or ""
+    has_fp8_kv = draft_dtype.startswith("fp8")
+    place = Place("cuda", card.capability, is_fp32=False, has_fp8_kv=has_fp8_kv)
     backend = able_backends(pair.drafter.attention_kinds(), place)[0]
     try:
         findings = _tensor_parallelism(pair.target_config, pair.drafter, asked.tp_size)
@@ -210,11 +213,16 @@ def _count(
 
 def _kv_cache(options: argparse.Namespace, card: AskedCard) -> list[Finding]:
     """Check that the card can read the KV cache that was asked for; no finding for the usual."""
-    if options.kv_cache_dtype != "fp8_e4m3":
+    asked = {
+        "--kv-cache-dtype": options.kv_cache_dtype,
+        "--speculative-draft-kv-cache-dtype": options.speculative_draft_kv_cache_dtype,
+    }
+    named = [option for option, dtype in asked.items() if dtype == "fp8_e4m3"]
+    if not named:
         return []
     if cards.Card(card.capability).has_e4m3:
         return [Finding("KV cache", "ok", f"fp8_e4m3 runs on {card}")]
-    advice = "Pass --kv-cache-dtype fp8_e5m2, or drop it."
+    advice = f"Pass {named[0]} fp8_e5m2, or drop it."
     return [
         Finding("KV cache", "bad", f"fp8_e4m3 needs compute capability 8.9, not {card}", advice)
     ]
@@ -310,6 +318,8 @@ def recommend(drafter: cfg.DrafterSpec, options: argparse.Namespace, card: Asked
         command += ["--speculative-draft-model-quantization", how]
     if options.kv_cache_dtype:
         command += ["--kv-cache-dtype", options.kv_cache_dtype]
+    if dtype := options.speculative_draft_kv_cache_dtype:
+        command += ["--speculative-draft-kv-cache-dtype", dtype]
     line = shlex.join([*command, *card.arguments(options)])
     pair = released(options.model_path)
     return (

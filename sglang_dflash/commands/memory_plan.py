@@ -104,13 +104,19 @@ class RankMemory:
             state=(state := state_bytes(text, ranks)),
             states_of_block=drafter.block_size * state,
         )
-        return found.with_kv(asked.kv_cache_dtype, draft_backend)
+        draft_dtype = asked.speculative_draft_kv_cache_dtype
+        return found.with_kv(asked.kv_cache_dtype, draft_backend, draft_dtype)
 
-    def with_kv(self, dtype: str | None, draft_backend: str | None) -> RankMemory:
-        """Return the same pair with another type of KV cache than bf16."""
+    def with_kv(
+        self, dtype: str | None, draft_backend: str | None, draft_dtype: str | None = None
+    ) -> RankMemory:
+        """Return the same pair with another type of KV cache than bf16; `draft_dtype`: of the
+        drafter's, if it is not to be the target's."""
         size = KV_BYTES.get(dtype or "", BYTES)
-        # fa4 cannot read an fp8 cache: the draft KV keeps the model's type
-        draft_size = BYTES if draft_backend == "fa4" else size
+        draft_size = size if draft_dtype is None else KV_BYTES.get(draft_dtype, BYTES)
+        if draft_backend == "fa4":
+            # it cannot read an fp8 cache: the draft KV keeps the model's type
+            draft_size = BYTES
         return replace(
             self,
             target_kv={kind: kv * size // BYTES for kind, kv in self.target_kv.items()},

@@ -71,6 +71,8 @@ class Settings:
         how = options.speculative_draft_model_quantization
         found += ["--speculative-draft-model-quantization", how] if how else []
         found += ["--kv-cache-dtype", options.kv_cache_dtype] if options.kv_cache_dtype else []
+        draft_dtype = options.speculative_draft_kv_cache_dtype
+        found += ["--speculative-draft-kv-cache-dtype", draft_dtype] if draft_dtype else []
         found += ["--trust-remote-code"] if options.trust_remote_code else []
         return [*found, *options.server_args]
 

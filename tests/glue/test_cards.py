@@ -112,6 +112,10 @@ def test_more_memory_never_offers_less() -> None:
 def test_an_fp8_cache_holds_twice_the_tokens_except_for_an_fa4_draft() -> None:
     memory, _ = count("gemma4-31b", "google/gemma-4-31B-it")
     triton, fa4 = (memory.with_kv("fp8_e4m3", backend) for backend in ("triton", "fa4"))
+    alone = memory.with_kv(None, "triton", "fp8_e4m3")
+    assert (alone.target_kv, 2 * alone.draft_kv) == (memory.target_kv, memory.draft_kv)
+    kept = memory.with_kv("fp8_e4m3", "triton", "bf16")
+    assert (kept.target_kv, kept.draft_kv) == (triton.target_kv, memory.draft_kv)
     assert triton.target_kv == {kind: size // 2 for kind, size in memory.target_kv.items()}
     assert (triton.draft_kv, fa4.draft_kv) == (memory.draft_kv // 2, memory.draft_kv)
     assert fa4.target_kv == triton.target_kv

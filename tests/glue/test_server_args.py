@@ -96,19 +96,6 @@ def test_the_card_chooses_the_drafters_backend(
             parse(models, *ON_GPU, "--speculative-draft-attention-backend", "fa4")
 
 
-def test_a_cache_that_the_card_cannot_read_is_refused(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the compiler ends the server at its first step."""
-    monkeypatch.setattr(cards, "current", lambda: Card((8, 6)))
-    e4m3 = (*ON_GPU, "--kv-cache-dtype", "fp8_e4m3")
-    with pytest.raises(ValueError, match="e4m3 needs compute capability 8.9.*has 8.6.*fp8_e5m2"):
-        parse(models, *e4m3)
-    assert parse(models, *ON_GPU, "--kv-cache-dtype", "fp8_e5m2").kv_cache_dtype == "fp8_e5m2"
-    monkeypatch.setattr(cards, "current", lambda: Card((8, 9)))
-    assert parse(models, *e4m3).kv_cache_dtype == "fp8_e4m3"
-
-
 def test_experts_are_captured_for_a_whole_verify_pass(models: Path) -> None:
     """SGLang sizes the buffer by chunks and requests; a larger pass would end the server."""
     asked = ("--enable-return-routed-experts", "--max-running-requests", "8")

@@ -16,6 +16,10 @@ def on(major: int, minor: int, *, is_fp32: bool = False) -> Place:
     return Place("cuda", (major, minor), is_fp32)
 
 
+# asked for on a Hopper card
+FP8_KV = Place("cuda", (9, 0), is_fp32=False, has_fp8_kv=True)
+
+
 @pytest.mark.parametrize(
     ("place", "default"),
     [
@@ -28,6 +32,7 @@ def on(major: int, minor: int, *, is_fp32: bool = False) -> Place:
         pytest.param(on(12, 0), "triton", id="RTX 5090"),
         pytest.param(on(9, 0, is_fp32=True), "triton", id="fp32"),
         pytest.param(CPU, "torch_native", id="cpu"),
+        pytest.param(FP8_KV, "triton", id="FP8 draft KV"),
     ],
 )
 def test_each_card_has_a_default(place: Place, default: str) -> None:
@@ -54,6 +59,7 @@ def test_what_was_asked_for_is_used_where_it_runs() -> None:
         (on(9, 0, is_fp32=True), "fa4", "capability 9.0, fp32 .*backend triton, or drop it"),
         (on(9, 0), "trtllm_mha", r"\(layers: full_attention, sliding_attention\).*fa4 or triton"),
         (on(9, 0), "torch_native", "torch_native cannot run"),
+        (FP8_KV, "fa4", "capability 9.0, draft KV in FP8 .*Pass .*backend triton, or drop it"),
         (CPU, "triton", "on cpu, fp32 .*Pass --speculative-draft-attention-backend torch_native"),
     ],
 )

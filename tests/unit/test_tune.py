@@ -96,6 +96,7 @@ def test_memory_that_the_load_leaves_free_is_given_to_the_server() -> None:
 
 def test_the_launch_line_has_what_was_measured() -> None:
     asked = options("--tp-size", "2", "--trust-remote-code", "--kv-cache-dtype", "fp8_e5m2")
+    asked.speculative_draft_kv_cache_dtype = "bf16"
     asked.model_path, asked.speculative_draft_model_path = "a target", "drafter"
     asked.server_args = ["--context-length", "4096"]
     settings = replace(FIRST, width="full", fraction=0.9)
@@ -104,7 +105,8 @@ def test_the_launch_line_has_what_was_measured() -> None:
         "--speculative-algorithm DFLASH --speculative-draft-model-path drafter "
         "--speculative-num-draft-tokens 16 --attention-backend triton "
         "--speculative-draft-attention-backend fa4 --mem-fraction-static 0.9 "
-        "--swa-full-tokens-ratio 0.8 --tp-size 2 --kv-cache-dtype fp8_e5m2 --trust-remote-code "
+        "--swa-full-tokens-ratio 0.8 --tp-size 2 --kv-cache-dtype fp8_e5m2 "
+        "--speculative-draft-kv-cache-dtype bf16 --trust-remote-code "
         "--context-length 4096"
     )
 

@@ -39,6 +39,11 @@ def asks_for_quantised_drafter(server_args: Any) -> bool:
     return bool(server_args.speculative_draft_model_quantization != server_args.quantization)
 
 
+def draft_kv_dtype(_server_args: Any) -> str | None:
+    """Return the type of KV that was asked for the drafter alone: it cannot be."""
+    return None
+
+
 def also_refused(server_args: Any) -> dict[str, bool]:
     """Return what this release offers beyond the others and DFLASH does not support: what a refusal
     calls it, and whether it was asked for."""

@@ -34,6 +34,11 @@ def asks_for_quantised_drafter(server_args: Any) -> bool:
     return bool(server_args._speculative_draft_quantization_explicitly_set)
 
 
+def draft_kv_dtype(server_args: Any) -> str | None:
+    """Return the type of KV that was asked for the drafter alone."""
+    return server_args.speculative_draft_kv_cache_dtype
+
+
 def also_refused(server_args: Any) -> dict[str, bool]:
     """Return what this release offers beyond the others and DFLASH does not support: what a refusal
     calls it, and whether it was asked for."""

@@ -92,7 +92,12 @@ def _choose_draft_backend(
 ) -> None:
     device = _device_type(server_args)
     capability = cards.current().capability if device == "cuda" else None
-    place = Place(device, capability, is_fp32=dtype == torch.float32)
+    place = Place(
+        device,
+        capability,
+        is_fp32=dtype == torch.float32,
+        has_fp8_kv=(seams.draft_kv_dtype(server_args) or "").startswith("fp8"),
+    )
     asked = server_args.speculative_draft_attention_backend
     backend = choose_draft_backend(drafter, place, asked=asked)
     ARGS.write(server_args, speculative_draft_attention_backend=backend)
@@ -317,14 +322,26 @@ def _refuse_short_captures(server_args: Any) -> None:
 
 
 def _refuse_unreadable_cache(server_args: Any) -> None:
-    """Refuse a KV cache that no Triton kernel can read or write on this card."""
-    if _device_type(server_args) != "cuda" or server_args.kv_cache_dtype != "fp8_e4m3":
+    """Refuse a KV cache that no Triton kernel can read or write on this card, and FP8 draft KV on a
+    CPU."""
+    draft_dtype = seams.draft_kv_dtype(server_args)
+    asked = {
+        "--kv-cache-dtype": server_args.kv_cache_dtype,
+        "--speculative-draft-kv-cache-dtype": draft_dtype,
+    }
+    if _device_type(server_args) != "cuda":
+        if draft_dtype in ("fp8_e4m3", "fp8_e5m2"):
+            raise ValueError(
+                f"--speculative-draft-kv-cache-dtype {draft_dtype} needs a GPU. Drop it."
+            )
         return
+    named = [option for option, dtype in asked.items() if dtype == "fp8_e4m3"]
     card = cards.current()
-    if not card.has_e4m3:
+    if named and not card.has_e4m3:
+        option = named[0]
         raise ValueError(
-            "--kv-cache-dtype fp8_e4m3 needs compute capability 8.9 or later, but this card has "
-            f"{'.'.join(map(str, card.capability))}. Pass --kv-cache-dtype fp8_e5m2, or drop it."
+            f"{option} fp8_e4m3 needs compute capability 8.9 or later, but this card has "
+            f"{'.'.join(map(str, card.capability))}. Pass {option} fp8_e5m2, or drop it."
         )
 
 

@@ -18,7 +18,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     "RowParallelLinear": ("tp_group",),
     "ServerArgs": names(
         "attn_cp_size attn_dp_size enable_unified_memory enable_watermark"
-        " _speculative_draft_quantization_explicitly_set"
+        " _speculative_draft_quantization_explicitly_set speculative_draft_kv_cache_dtype"
     ),
     "TritonAttnBackend": ("kv_index_translator",),
 }
