@@ -232,6 +232,8 @@ class Family:
     quantisation: Mapping[str, Any] | None = None
     # whether its deployed server has a drafter with FP8 weights
     has_fp8_drafter: bool = False
+    # and one whose draft KV is in FP8, where SGLang has such an option
+    has_fp8_draft_kv: bool = False
 
     @property
     def is_gemma(self) -> bool:
@@ -319,7 +321,7 @@ FAMILIES = [
     Family("gpt-oss", "gpt-oss-20b"),
     Family("qwen3.5", "qwen3-8b", QWEN3_5),
     Family("granite", "qwen3-8b", GRANITE),
-    Family("qwen2", "qwen3-8b", QWEN2),
+    Family("qwen2", "qwen3-8b", QWEN2, has_fp8_draft_kv=True),
     Family("llama", "llama-3.1-8b"),
     Family("dflash2", "qwen3-4b", has_dflash2=True),
     Family("gemma4-int4", "gemma4-31b", quantisation=INT4),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.environment import COMPARE_RANKS, RANK_PATIENCE
+from sglang_dflash.glue import release
 from sglang_dflash.pairs import tiny_target
 from sglang_dflash.testing.server import ROOT, SCHEDULES, Server
 from sglang_dflash.testing.two_ranks import TwoRanks
@@ -20,6 +21,7 @@ PLUGINS = ROOT / "tests" / "plugins"
 LARGEST_GRAPH = 4
 GRAPHS = ("--cuda-graph-max-bs-decode", str(LARGEST_GRAPH))
 FP8_DRAFTER = ("--speculative-draft-model-quantization", "fp8")
+FP8_DRAFT_KV = ("--speculative-draft-kv-cache-dtype", "fp8_e4m3")
 # many servers compile their kernels at once
 RANKS_ENV = {COMPARE_RANKS: "1", RANK_PATIENCE: "120"}
 
@@ -81,9 +83,15 @@ def start(
                 *common,
                 *GRAPHS,
                 *(FP8_DRAFTER if family.has_fp8_drafter else ()),
+                *(FP8_DRAFT_KV if has_fp8_draft_kv(family) else ()),
                 env=env | compared | scripted(folder, "deployed"),
             ),
         )
+
+
+def has_fp8_draft_kv(family: Family) -> bool:
+    """Return whether a family's deployed server has draft KV in FP8."""
+    return family.has_fp8_draft_kv and release.installed() != "0.5.17"
 
 
 def arguments_of(family: Family, *, seeded: bool) -> list[str]:
@@ -156,7 +164,8 @@ def expected_worker(family: Family, name: str, *, small: bool, seeded: bool) -> 
     if not small and not seeded:
         if not family.has_mla:
             found["verify_attention"] = "sglang_dflash.verify_attention"
-        found["draft_attention_backend"] = "fa4" if name == "deployed" else "triton"
+        is_fa4 = name == "deployed" and not has_fp8_draft_kv(family)
+        found["draft_attention_backend"] = "fa4" if is_fa4 else "triton"
         is_fp8 = name == "deployed" and family.has_fp8_drafter
         found["draft_weights"] = "fp8" if is_fp8 else "as released"
     return found
