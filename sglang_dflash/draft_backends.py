@@ -49,13 +49,18 @@ class Place:
     device: str
     capability: tuple[int, int] | None  # None on a CPU
     is_fp32: bool
-    has_fp8_kv: bool = False  # asked for, for the drafter alone
+    kv_dtype: str | None = None  # asked for, for the drafter alone
+
+    @property
+    def has_fp8_kv(self) -> bool:
+        return (self.kv_dtype or "").startswith("fp8")
 
     def __str__(self) -> str:
         parts = [self.device]
         if self.capability is not None:
             parts.append("compute capability {}.{}".format(*self.capability))
-        parts += ["fp32"] * self.is_fp32 + ["draft KV in FP8"] * self.has_fp8_kv
+        parts += ["fp32"] if self.is_fp32 else []
+        parts += [f"draft KV in {self.kv_dtype}"] if self.has_fp8_kv else []
         return ", ".join(parts)
 
 

@@ -195,9 +195,8 @@ def _count(
     pair: Pair, asked: argparse.Namespace, *, card: AskedCard
 ) -> tuple[list[Finding], dict[str, Any]]:
     """Check what each rank has to hold; return the memory plan as well, empty if there is none."""
-    draft_dtype = asked.speculative_draft_kv_cache_dtype or ""
-    has_fp8_kv = draft_dtype.startswith("fp8")
-    place = Place("cuda", card.capability, is_fp32=False, has_fp8_kv=has_fp8_kv)
+    kv_dtype = asked.speculative_draft_kv_cache_dtype
+    place = Place("cuda", card.capability, is_fp32=False, kv_dtype=kv_dtype)
     backend = able_backends(pair.drafter.attention_kinds(), place)[0]
     try:
         findings = _tensor_parallelism(pair.target_config, pair.drafter, asked.tp_size)

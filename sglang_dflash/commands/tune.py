@@ -150,10 +150,8 @@ def make_plan(options: argparse.Namespace, *, on_gpu: bool) -> Plan:
     drafter = DrafterSpec.from_config(config.to_dict(), name=path)
     place = Place("cpu", None, is_fp32=True)
     if on_gpu:
-        draft_dtype = options.speculative_draft_kv_cache_dtype or ""
-        has_fp8_kv = draft_dtype.startswith("fp8")
-        capability = cards.current().capability
-        place = Place("cuda", capability, is_fp32=False, has_fp8_kv=has_fp8_kv)
+        kv_dtype = options.speculative_draft_kv_cache_dtype
+        place = Place("cuda", cards.current().capability, is_fp32=False, kv_dtype=kv_dtype)
     return Plan.of(drafter, place, options)
 
 

@@ -38,7 +38,7 @@ def test_a_type_of_draft_kv_that_cannot_be_had_is_refused(
         parse(models, *ON_GPU, *asked)
     monkeypatch.setattr(cards, "current", lambda: Card((9, 0)))
     assert parse(models, *ON_GPU, *asked).speculative_draft_attention_backend == "triton"
-    with pytest.raises(ValueError, match="fa4 cannot run.*draft KV in FP8.*backend triton"):
+    with pytest.raises(ValueError, match="fa4 cannot run.*draft KV in fp8_e4m3.*backend triton"):
         parse(models, *ON_GPU, *asked, "--speculative-draft-attention-backend", "fa4")
     same = (*ON_GPU, "--speculative-draft-kv-cache-dtype", "bf16")
     assert parse(models, *same).speculative_draft_attention_backend == "fa4"

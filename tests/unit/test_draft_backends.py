@@ -17,7 +17,7 @@ def on(major: int, minor: int, *, is_fp32: bool = False) -> Place:
 
 
 # asked for on a Hopper card
-FP8_KV = Place("cuda", (9, 0), is_fp32=False, has_fp8_kv=True)
+FP8_KV = Place("cuda", (9, 0), is_fp32=False, kv_dtype="fp8_e4m3")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_what_was_asked_for_is_used_where_it_runs() -> None:
         (on(9, 0, is_fp32=True), "fa4", "capability 9.0, fp32 .*backend triton, or drop it"),
         (on(9, 0), "trtllm_mha", r"\(layers: full_attention, sliding_attention\).*fa4 or triton"),
         (on(9, 0), "torch_native", "torch_native cannot run"),
-        (FP8_KV, "fa4", "capability 9.0, draft KV in FP8 .*Pass .*backend triton, or drop it"),
+        (FP8_KV, "fa4", "capability 9.0, draft KV in fp8_e4m3 .*Pass .*backend triton, or drop it"),
         (CPU, "triton", "on cpu, fp32 .*Pass --speculative-draft-attention-backend torch_native"),
     ],
 )

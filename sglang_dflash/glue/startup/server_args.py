@@ -96,7 +96,7 @@ def _choose_draft_backend(
         device,
         capability,
         is_fp32=dtype == torch.float32,
-        has_fp8_kv=(seams.draft_kv_dtype(server_args) or "").startswith("fp8"),
+        kv_dtype=seams.draft_kv_dtype(server_args),
     )
     asked = server_args.speculative_draft_attention_backend
     backend = choose_draft_backend(drafter, place, asked=asked)
@@ -324,21 +324,16 @@ def _refuse_short_captures(server_args: Any) -> None:
 def _refuse_unreadable_cache(server_args: Any) -> None:
     """Refuse a KV cache that no Triton kernel can read or write on this card, and FP8 draft KV on a
     CPU."""
+    draft_option = "--speculative-draft-kv-cache-dtype"
     draft_dtype = seams.draft_kv_dtype(server_args)
-    asked = {
-        "--kv-cache-dtype": server_args.kv_cache_dtype,
-        "--speculative-draft-kv-cache-dtype": draft_dtype,
-    }
     if _device_type(server_args) != "cuda":
         if draft_dtype in ("fp8_e4m3", "fp8_e5m2"):
-            raise ValueError(
-                f"--speculative-draft-kv-cache-dtype {draft_dtype} needs a GPU. Drop it."
-            )
+            raise ValueError(f"{draft_option} {draft_dtype} needs a GPU. Drop it.")
         return
-    named = [option for option, dtype in asked.items() if dtype == "fp8_e4m3"]
+    asked = {"--kv-cache-dtype": server_args.kv_cache_dtype, draft_option: draft_dtype}
+    option = next((option for option, dtype in asked.items() if dtype == "fp8_e4m3"), None)
     card = cards.current()
-    if named and not card.has_e4m3:
-        option = named[0]
+    if option is not None and not card.has_e4m3:
         raise ValueError(
             f"{option} fp8_e4m3 needs compute capability 8.9 or later, but this card has "
             f"{'.'.join(map(str, card.capability))}. Pass {option} fp8_e5m2, or drop it."
