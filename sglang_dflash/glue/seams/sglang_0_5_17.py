@@ -39,7 +39,7 @@ def asks_for_quantised_drafter(server_args: Any) -> bool:
     return bool(server_args.speculative_draft_model_quantization != server_args.quantization)
 
 
-def draft_kv_dtype(_server_args: Any) -> str | None:
+def draft_kv_dtype(server_args: Any) -> str | None:
     """Return the type of KV that was asked for the drafter alone: it cannot be."""
     return None
 
