@@ -227,12 +227,11 @@ class Program:
                     urllib.request.urlopen(self.ready, timeout=2).close()
                     return self
                 time.sleep(0.2)
+            raise SystemExit(f"{self.name} did not start:\n{self.log_tail()}")
         except BaseException:
-            # Ctrl-C while it starts
+            # Ctrl-C, too
             self.__exit__()
             raise
-        self.__exit__()
-        raise SystemExit(f"{self.name} did not start:\n{self.log_tail()}")
 
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
