@@ -25,22 +25,19 @@ QUERIES = {
 }
 
 
-def scrapes(port: int) -> int:
-    """Return the number of scrapes stored in Prometheus."""
-    url = f"http://127.0.0.1:{port}/api/v1/query"
-    steps = '{__name__=~"sglang[:_]dflash_verify_steps_total"}'
-    query = {"query": f"count_over_time({steps}[2m])"}
-    try:
-        result = requests.get(url, params=query, timeout=10).json()["data"]["result"]
-    except requests.RequestException:
-        return 0
-    return max((int(series["value"][1]) for series in result), default=0)
-
-
 def values(prometheus: str, query: str) -> list[float]:
     """Return what Prometheus answers for each series."""
     response = requests.get(f"{prometheus}/api/v1/query", params={"query": query}, timeout=20)
     return [float(series["value"][1]) for series in response.json()["data"]["result"]]
+
+
+def scrapes(prometheus: str) -> float:
+    """Return the number of scrapes stored in Prometheus."""
+    steps = '{__name__=~"sglang[:_]dflash_verify_steps_total"}'
+    try:
+        return max(values(prometheus, f"count_over_time({steps}[2m])"), default=0)
+    except requests.RequestException:
+        return 0
 
 
 def is_known(found: list[float]) -> bool:
@@ -82,7 +79,7 @@ def prometheus(
         end = time.monotonic() + 180
         url = f"http://127.0.0.1:{port}"
         while time.monotonic() < end and (
-            scrapes(port) < 4 or not all(is_known(values(url, q)) for q in QUERIES.values())
+            scrapes(url) < 4 or not all(is_known(values(url, q)) for q in QUERIES.values())
         ):
             measured.generate_all(prompts[:3], max_new_tokens=40)
             # only a streamed answer has a time between tokens
