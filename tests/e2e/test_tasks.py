@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from sglang_dflash.pairs import tiny_drafter
 from sglang_dflash.pairs.tiny_corpus.corpus import sample_prompts
 from sglang_dflash.testing.server import ROOT
 from tests import programs
+from tests.e2e.conftest import FULL_BLOCKS
 
 TASKS = {"gsm8k": 1, "mtbench": 2}  # turns
 QUESTIONS = 3
@@ -41,7 +44,9 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = ["--data", str(folder), "--concurrency", "1", "2"]
     arguments += ["--max-tokens", "40", "--out", str(folder / "out"), "--context-length", "512"]
     arguments += ["--side-by-side"]
-    ran = programs.run("benchmarks.tasks", *arguments, folder=ROOT)
+    # on a busy machine the automatic width may rightly choose not to draft for a whole point
+    with mock.patch.dict(os.environ, FULL_BLOCKS):
+        ran = programs.run("benchmarks.tasks", *arguments, folder=ROOT)
     assert ran.status == 0, ran.output
     assert f"left out, not in {folder}: math500.jsonl, humaneval.jsonl, mbpp.jsonl\n" in ran.output
     return folder / "out"
@@ -73,17 +78,12 @@ def test_every_answer_equals_plain_decoding(found: dict[str, Any]) -> None:
 
 
 def test_accept_length_is_what_the_server_counted(found: dict[str, Any]) -> None:
-    points = found["results"]["ours"]["points"]
-    for point in points:
+    for point in found["results"]["ours"]["points"]:
         counted = point["server_meter"]
         assert point["verify_steps"] == counted["verify_steps"] > 0
         assert point["committed_tokens"] == counted["committed_tokens"]
         assert sum(point["steps_by_accepted_drafts"]) == counted["verify_steps"]
-        assert point["accept_length"] == pytest.approx(
-            point["committed_tokens"] / point["verify_steps"], abs=0.01
-        )
-    # on a busy machine the automatic width may rightly choose not to draft for a whole point
-    assert max(point["accept_length"] for point in points) > 1
+        assert point["accept_length"] > 1
     assert "accept_length" not in found["results"]["plain"]["points"][0]
 
 
