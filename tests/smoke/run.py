@@ -54,7 +54,7 @@ from sglang_dflash.testing.progress import Progress, say
 from sglang_dflash.testing.server import START_TIMEOUT_S, Server, free_port
 from tests.smoke import checks
 from tests.smoke.families import FAMILIES, Family
-from tests.smoke.servers import expected_worker, script_folder, start
+from tests.smoke.servers import compiling_sampler, expected_worker, script_folder, start
 from tests.smoke.since import RESULTS, failed, is_fine
 
 RECIPE = recipes.Cell("gemma4-31b", "bf16", "ours", 8)
@@ -354,7 +354,10 @@ def main() -> None:
         report["seconds"] = round(time.monotonic() - began, 1)
         path.write_text(json.dumps(report, indent=1) + "\n")
 
-    with Progress(len(options.families) + (not options.no_recipe), "parts") as progress:
+    with (
+        compiling_sampler(),
+        Progress(len(options.families) + (not options.no_recipe), "parts") as progress,
+    ):
         report["families"], recipe = run_all(
             options, progress, lambda found: write(part, is_whole=False, families=found)
         )

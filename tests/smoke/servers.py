@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ import torch
 from sglang_dflash.environment import COMPARE_RANKS, RANK_PATIENCE
 from sglang_dflash.glue import release
 from sglang_dflash.pairs import tiny_target
+from sglang_dflash.testing.progress import say
 from sglang_dflash.testing.server import ROOT, SCHEDULES, Server
 from sglang_dflash.testing.two_ranks import TwoRanks
 from tests.smoke.checks import WIDTHS_FILE
@@ -22,6 +27,10 @@ LARGEST_GRAPH = 4
 GRAPHS = ("--cuda-graph-max-bs-decode", str(LARGEST_GRAPH))
 FP8_DRAFTER = ("--speculative-draft-model-quantization", "fp8")
 FP8_DRAFT_KV = ("--speculative-draft-kv-cache-dtype", "fp8_e4m3")
+# SGLang compiles the kernel of 4-bit weights from one file, which takes six minutes otherwise
+COMPILER_ENV = {"NVCC_APPEND_FLAGS": "--split-compile=8"}
+# what SGLang's sampler calls, compiled on first use; servers that need it meanwhile wait
+SAMPLER = "from flashinfer.sampling import get_sampling_module; get_sampling_module()"
 # many servers compile their kernels at once
 RANKS_ENV = {COMPARE_RANKS: "1", RANK_PATIENCE: "120"}
 
@@ -89,6 +98,23 @@ def start(
         )
 
 
+@contextlib.contextmanager
+def compiling_sampler() -> Iterator[subprocess.Popen[bytes] | None]:
+    """Compile FlashInfer's sampler while the block runs. The first sampled request would start that
+    otherwise, with all servers ready, and all would wait for it, a minute or more."""
+    if importlib.util.find_spec("flashinfer") is None:
+        yield None
+        return
+    compiler = subprocess.Popen([sys.executable, "-c", SAMPLER], env=os.environ | COMPILER_ENV)
+    try:
+        yield compiler
+    finally:
+        if compiler.poll():
+            say("FlashInfer's sampler was not compiled ahead: see above. Servers tried themselves.")
+        compiler.terminate()
+        compiler.wait()
+
+
 def has_fp8_draft_kv(family: Family) -> bool:
     """Return whether a family's deployed server has draft KV in FP8."""
     return family.has_fp8_draft_kv and release.installed() != "0.5.17"
@@ -131,8 +157,7 @@ def environment(ranks: int, *, seeded: bool) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH")]))
     wide = "1" if ranks == 1 else "2"
     found = {"PYTHONPATH": path, "WIDE_WEIGHTS": wide, **SCHEDULES["plan stream"]}
-    # SGLang compiles the kernel of 4-bit weights from one file, which takes six minutes otherwise
-    found["NVCC_APPEND_FLAGS"] = "--split-compile=8"
+    found |= COMPILER_ENV
     if seeded:
         # compiling SGLang's seeded sampler takes longer than all checks together
         found["TORCHDYNAMO_DISABLE"] = "1"

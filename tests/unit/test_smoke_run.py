@@ -254,6 +254,41 @@ def test_the_recipe_starts_as_soon_as_the_last_families_leave_it_room(
     assert (told.index("recipe starts") < told.index("compiled")) == (free > run.RECIPE_GIB)
 
 
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A FlashInfer whose sampler a test writes: `flashinfer/sampling.py` in the folder."""
+    (tmp_path / "flashinfer").mkdir()
+    (tmp_path / "flashinfer" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path / "flashinfer" / "sampling.py"
+
+
+def test_the_sampler_is_compiled_while_servers_start(flashinfer: Path, tmp_path: Path) -> None:
+    """All servers would wait for it at once: a minute and a half."""
+    began = tmp_path / "began"
+    flashinfer.write_text(
+        "import pathlib, time\n"
+        f"def get_sampling_module(): pathlib.Path({str(began)!r}).touch(); time.sleep(600)\n"
+    )
+    before = time.monotonic()
+    with servers.compiling_sampler():
+        while not began.exists():
+            assert time.monotonic() - before < 60
+            time.sleep(0.01)
+    # it does not outlast the smoke test
+    assert time.monotonic() - before < 60
+
+
+def test_a_sampler_that_cannot_be_compiled_is_told(
+    flashinfer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flashinfer.write_text("def get_sampling_module(): raise RuntimeError('no nvcc')\n")
+    with servers.compiling_sampler() as compiler:
+        assert compiler and compiler.wait(60)
+    assert "was not compiled ahead" in "".join(capsys.readouterr())
+
+
 def test_texts_are_compared_while_the_deployed_server_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
