@@ -54,8 +54,8 @@ class Panel(NamedTuple):
 
 
 def speed_up_text(value: float) -> str:
-    """Return e.g. "7.7x" or "1.03x": whether a system gains or loses shows in the second place."""
-    return f"{value:.1f}x" if value >= 2 else f"{value:.2f}x"
+    """Return e.g. "7.67x" or "1.03x", of one width, and "12.3x" from ten on."""
+    return f"{value:.1f}x" if value >= 10 else f"{value:.2f}x"
 
 
 def rate_text(value: float) -> str:

@@ -132,7 +132,7 @@ def test_the_picture_has_a_bar_where_a_width_and_plain_decoding_were_measured(
     load_report.draw(about | {"results": RESULTS}, tmp_path / "a.png")
     eight, one = saved[0].axes
     # of the automatic width, then of full blocks, which were not measured at 256 requests
-    texts = ["6.9x", "4.0x", "1.20x", "7.0x", "3.0x"]
+    texts = ["6.90x", "3.95x", "1.20x", "7.00x", "3.00x"]
     assert [text.get_text() for text in eight.texts] == texts
     assert [text.get_text() for text in one.texts] == ["0.98x"]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
