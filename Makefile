@@ -78,7 +78,7 @@ test-long: venv
 venv-oldest:
 	@$(MAKE) --no-print-directory venv SGLANG=$(OLDEST) VENV=$(OLDEST_VENV)
 
-# needs a PYTHON with SGLang and a GPU, 8 to 12 minutes; SMOKE="--families gemma4 --out FILE" runs a
+# needs a PYTHON with SGLang and a GPU, about 6 minutes; SMOKE="--families gemma4 --out FILE" runs a
 # subset
 smoke:
 	@$(PYTHON) -m tests.smoke.run $(SMOKE)
