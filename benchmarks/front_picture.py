@@ -136,7 +136,7 @@ def draw_load(axis: Axes, load: dict[str, Any]) -> None:
 def speed_up(results: dict[str, Any], profile: str, requests: int) -> float:
     """Return the speed-up of the automatic width; not a number, and not drawn, if not measured."""
     found = load_report.ratio(results, load_report.AUTO, load_report.PLAIN, (profile, requests))
-    return math.nan if found is None else found
+    return math.nan if found is None else found.value
 
 
 def main() -> None:

@@ -20,9 +20,12 @@ from --from-tokens to --to-tokens generated tokens are timed, on average over th
 requests follow, at most --rounds, until each of two windows, which take them in turn, has
 --seconds, and the two agree; with real questions the windows ask the same ones. Servers side by
 side take turns, too, a round each, and a window's rate is the median of its rounds: how fast a host
-is drifts by the second, and what a small model makes of it. A round before all others is not timed,
-nor longer than --warm-seconds: in it the automatic width learns the profile. If the KV pool is too
-small, as with 256 requests of the 31B, stretches end at fewer tokens, and the table marks it.
+is drifts by the second, and what a small model makes of it. Ratios of systems that took turns are
+medians over their pairs of rounds, with an interval (benchmarks/paired.py): more --rounds and
+--seconds make it narrower, while the windows may stay apart on such a host. A round before all
+others is not timed, nor longer than --warm-seconds: in it the automatic width learns the profile.
+If the KV pool is too small, as with 256 requests of the 31B, stretches end at fewer tokens, and the
+table marks it.
 
 Writes OUT.json and OUT.md after every point and OUT.png after every system. `--into FILE.json` adds
 to the results of earlier calls at the same commit and measures only what is missing there;
@@ -72,6 +75,8 @@ from sglang_dflash.testing.server import ServerProcess, free_port
 
 START_S = 80.0  # estimates: to start a server, and around the windows of a point
 AROUND_S = 5.0
+# of a point, only in the result file
+UNTOLD = ("windows", "rounds")
 
 
 class Ready(NamedTuple):
@@ -217,7 +222,7 @@ class Run:
             elif isinstance(found, Exception):
                 self._skip(start, group[start], str(found))
             else:
-                shown = {name: value for name, value in found.items() if name != "windows"}
+                shown = {name: value for name, value in found.items() if name not in UNTOLD}
                 say(f"{start.system}: {shown}")
                 self.found["results"][start.system]["points"].append(found)
         return gone

@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar
 
 import requests
@@ -18,6 +19,8 @@ System = TypeVar("System")
 
 # relative difference of two windows up to which no more rounds are run: less than what tables mark
 CLOSE = 0.03
+# rounds of systems that take turns: from five pairs on, ratios have intervals (paired.py)
+FEWEST_IN_TURN = 6
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,8 @@ class Point:
             room, options.from_tokens, options.to_tokens
         )
         self._shares: tuple[list[Stretch], list[Stretch]] = ([], [])
+        # of each round, in their order
+        self._rates: list[float] = []
         self._before: dict[str, Any] | None = None
 
     @property
@@ -134,6 +139,7 @@ class Point:
                 "logged. Raise --to-tokens, or the server's --mem-fraction-static."
             )
         self._shares[number % 2].append(stretch)
+        self._rates.append(round(stretch.tokens_per_s, 2))
 
     def result(self) -> dict[str, Any]:
         windows = self._windows()
@@ -152,6 +158,7 @@ class Point:
             "spread": None if spread is None else round(spread, 4),
             "graph": all(window.graph for window in windows),
             "windows": [window._asdict() for window in windows],
+            "rounds": self._rates,
             "width": width_since(self._before, width_state(self._server)),
         }
 
@@ -179,7 +186,9 @@ def measure_in_turn(
     take_turn: Callable[[System], None] = lambda _: None,
 ) -> dict[System, dict[str, Any] | Exception]:
     """Return the result of each system's point, or why there is none, by rounds that the systems
-    take in turn, after `take_turn`; they end once all points are known."""
+    take in turn, after `take_turn`; they end once all points are known, and their ratios have
+    intervals. When they began tells later which points were measured together."""
+    began = datetime.now(UTC).isoformat(timespec="milliseconds")
     failed: dict[System, Exception] = {}
     for number in range(rounds + 1):
         running = {system: point for system, point in points.items() if system not in failed}
@@ -194,10 +203,11 @@ def measure_in_turn(
                 failed[system] = error
         # two windows have as many rounds
         is_even = number > 0 and number % 2 == 0
-        if is_even and all(running[system].is_known for system in running.keys() - failed.keys()):
+        may_end = is_even and (len(points) == 1 or number >= FEWEST_IN_TURN)
+        if may_end and all(running[system].is_known for system in running.keys() - failed.keys()):
             break
     return {
-        system: failed[system] if system in failed else point.result()
+        system: failed[system] if system in failed else {**point.result(), "began": began}
         for system, point in points.items()
     }
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import result_files, systems
+from benchmarks import paired, result_files, systems
 from benchmarks.load_points import Text
+from benchmarks.paired import Ratio
 from benchmarks.result_files import AGREEMENT, is_unsteady
 from benchmarks.task_report import TITLES
 
 AUTO, FIXED, PLAIN = "ours", "ours-16", "plain"
 LEAST = 0.98  # where nothing may be lost: with a drafter that is always wrong, and on real text
+MET, OPEN = "met", "open"
+SHORT = {FIXED: "fixed 16"}
+INTERVALS = (
+    "Systems took turns, round by round. A ratio with an interval is the median over the pairs of "
+    f"rounds; with a probability of {paired.CONFIDENCE:.0%} or more the interval holds the true "
+    "median. A figure is open where the ratio is below it, but the interval reaches it."
+)
 
 Points = dict[tuple[str | None, int], dict[str, Any]]  # by profile (None: plain) and requests
 
@@ -85,21 +93,33 @@ def plain_point(results: dict[str, Any], key: tuple[str, int]) -> dict[str, Any]
     return found.get(key if is_text(key[0]) else (None, key[1]))
 
 
-def ratio(results: dict[str, Any], system: str, over: str, key: tuple[str, int]) -> float | None:
-    """Return the ratio of two systems' rates at a point; None unless both were measured."""
+def both_points(
+    results: dict[str, Any], system: str, over: str, key: tuple[str, int]
+) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return two systems' points; None unless both were measured."""
     above = points_of(results, system).get(key)
     below = plain_point(results, key) if over == PLAIN else points_of(results, over).get(key)
-    return above["tokens_per_s"] / below["tokens_per_s"] if above and below else None
+    return (above, below) if above and below else None
+
+
+def ratio(results: dict[str, Any], system: str, over: str, key: tuple[str, int]) -> Ratio | None:
+    """Return the ratio of two systems' rates at a point; None unless both were measured."""
+    points = both_points(results, system, over, key)
+    return paired.ratio_of(*points) if points else None
 
 
 def verdict(results: dict[str, Any], key: tuple[str, int]) -> str:
-    """Return whether a point reaches its figures; empty without a figure or a measurement."""
+    """Return whether a point reaches its figures, or cannot be told to; empty without a figure or a
+    measurement."""
     found = [(figure, ratio(results, AUTO, figure.over, key)) for figure in figures_for(*key)]
     known = [(figure.least, value) for figure, value in found if value is not None]
     if not known:
         return ""
-    missed = [f"{value:.3f}" for least, value in known if value < least]
-    return f"**missed** ({', '.join(missed)})" if missed else "met"
+    below = [(least, value) for least, value in known if value.value < least]
+    told = f" ({', '.join(f'{value.value:.3f}' for _, value in below)})"
+    if any(value.is_below(least) for least, value in below):
+        return f"**missed**{told}"
+    return f"{OPEN}{told}" if below else MET
 
 
 def marks(point: dict[str, Any]) -> str:
@@ -111,8 +131,8 @@ def rate_cell(point: dict[str, Any] | None) -> str:
     return f"{point['tokens_per_s']:.1f}{marks(point)}" if point else ""
 
 
-def ratio_cell(found: float | None) -> str:
-    return "" if found is None else f"{found:.3f}"
+def ratio_cell(found: Ratio | None) -> str:
+    return "" if found is None else found.text()
 
 
 def widths_text(point: dict[str, Any] | None) -> str:
@@ -160,6 +180,27 @@ def table(results: dict[str, Any], profile: str) -> str:
     return "\n".join([f"{title_of(profile)}:", "", *lines])
 
 
+def texts_together(results: dict[str, Any]) -> str:
+    """Return a table of the automatic width over each other system, by requests, over the rounds of
+    all texts; empty where too few were measured in turn."""
+    profiles = [profile for profile in profiles_of(results) if is_text(profile)]
+    others = [name for name in results if name != AUTO]
+
+    def over(name: str, n: int) -> Ratio | None:
+        points = (both_points(results, AUTO, name, (profile, n)) for profile in profiles)
+        return paired.pooled(filter(None, points))
+
+    rows = []
+    for n in sorted({n for _, n in points_of(results, AUTO)}):
+        found = [over(name, n) for name in others]
+        rows += [[str(n), *map(ratio_cell, found)]] if any(found) else []
+    if len(profiles) < 2 or not rows:
+        return ""
+    titles = ["requests", *(f"auto / {SHORT.get(name, name)}" for name in others)]
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(["All texts together:", "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
 def profiles_of(results: dict[str, Any]) -> list[str]:
     keys = [point["profile"] for result in results.values() for point in result.get("points", ())]
     return [profile for profile in dict.fromkeys(keys) if profile is not None]
@@ -180,12 +221,11 @@ def report(found: dict[str, Any]) -> str:
     auto = points_of(results, AUTO)
     keys = [(profile, n) for profile, n in auto if profile is not None]
     judged = {key: text for key in keys if (text := verdict(results, key))}
-    missed = [f"{profile} at {n}" for (profile, n), text in judged.items() if text != "met"]
-    parts = []
-    if judged:
-        parts.append(f"{len(judged) - len(missed)} of {len(judged)} figures reached.")
-        parts[-1] += f" Missed: {', '.join(missed)}." if missed else ""
+    parts = [count_of(judged)] if judged else []
     parts += [table(results, profile) for profile in profiles] or [plain_table(results)]
+    parts.append(texts_together(results))
+    if any("began" in point for point in auto.values()):
+        parts.append(INTERVALS)
     parts.append(
         f"? marks a rate whose windows are more than {AGREEMENT:.0%} apart, e one of steps without "
         "a CUDA graph, s one over fewer tokens, because requests ended or the KV pool holds no "
@@ -199,6 +239,17 @@ def report(found: dict[str, Any]) -> str:
     calls = [f"- `{c['command']}`" for c in found.get("earlier_calls", ())]
     parts.append("\n".join(["Earlier calls that contributed:", *calls]) if calls else "")
     return "\n\n".join(part for part in parts if part)
+
+
+def count_of(judged: dict[tuple[str, int], str]) -> str:
+    """Return how many figures were reached, and which were not, from the points' verdicts."""
+    kinds: dict[str, list[str]] = {"Missed": [], "Open": []}
+    for (profile, n), text in judged.items():
+        if text != MET:
+            kinds["Open" if text.startswith(OPEN) else "Missed"].append(f"{profile} at {n}")
+    reached = len(judged) - sum(map(len, kinds.values()))
+    named = [f" {kind}: {', '.join(names)}." for kind, names in kinds.items() if names]
+    return f"{reached} of {len(judged)} figures reached.{''.join(named)}"
 
 
 def plain_table(results: dict[str, Any]) -> str:
@@ -222,10 +273,16 @@ def draw(found: dict[str, Any], path: Path) -> None:
 def line_of(
     results: dict[str, Any], system: str, profile: str, sizes: list[int]
 ) -> result_files.Line:
-    """Return a system's rates at a profile, by requests."""
-    points = points_of(results, system)
-    found = {
-        n: plain_point(results, (profile, n)) if system == PLAIN else points.get((profile, n))
-        for n in sizes
-    }
-    return [(n, point["tokens_per_s"]) for n, point in found.items() if point]
+    """Return a system's rates at a profile, by requests: those of the table's ratios, where it has
+    one."""
+    found: result_files.Line = []
+    for n in sizes:
+        key = (profile, n)
+        plain = plain_point(results, key)
+        point = plain if system == PLAIN else points_of(results, system).get(key)
+        over_plain = None if system == PLAIN else ratio(results, system, PLAIN, key)
+        if plain and over_plain:
+            found.append((n, over_plain.value * plain["tokens_per_s"]))
+        elif point:
+            found.append((n, point["tokens_per_s"]))
+    return found

@@ -86,6 +86,7 @@ def test_rounds_are_timed_until_both_windows_are_long_enough(
     assert [window["tokens_per_s"] for window in found["windows"]] == [1584.0, 1600.0]
     assert len(rounds.rids) == 5 and len({rid for rids in rounds.rids for rid in rids}) == 10
     assert found["tokens_per_s"] == 1592.0 and found["spread"] == 0.0101
+    assert found["rounds"] == [1600.0, 1584.0] * 2
     assert found["tokens"] == [32, 160] and not found["short"]
     assert found["context"] == pytest.approx(128 + 96, abs=2)
     # without the round that is not timed
@@ -135,7 +136,8 @@ def test_systems_take_turns_until_all_are_known(monkeypatch: pytest.MonkeyPatch)
     sides = {"plain": Side("plain", 2), "ours": Side("ours", 3), "in-tree": Side("in-tree", 99, 2)}
     found = load_points.measure_in_turn(sides, 12)
     assert order[:6] == [(name, k) for k in (0, 1) for name in sides]
-    assert found["plain"] == found["ours"] == {"rounds": 4}
+    # when they began tells that they took turns
+    assert found["plain"] == found["ours"] == {"rounds": 6, "began": found["plain"]["began"]}
     assert str(found["in-tree"]) == "it ended" and ("in-tree", 3) not in order
 
 

@@ -123,6 +123,60 @@ def test_real_text_is_compared_with_plain_decoding_of_the_same_questions() -> No
     assert f"{row} **missed** (0.952) |" in text
 
 
+def in_turn(profile: str, *rounds: float) -> dict[str, Any]:
+    """Return a point at eight requests of systems that took turns, with these rounds."""
+    return point(profile, 8, rounds[0], rounds=[*rounds, *rounds], began=profile)
+
+
+def taken_in_turn(*auto: float) -> dict[str, dict[str, Any]]:
+    """Return the results of two texts, on a host that doubles its speed after the second round."""
+    drift = [1.0, 1.0, 2.0]
+    rounds = {"plain": [100.0] * 3, "ours-16": [200.0] * 3, "ours": list(auto)}
+    return {
+        name: {
+            "points": [
+                in_turn(text, *(a * b for a, b in zip(found, drift, strict=True)))
+                for text in ("gsm8k", "mtbench")
+            ]
+        }
+        for name, found in rounds.items()
+    }
+
+
+def test_ratios_of_systems_that_took_turns_have_intervals() -> None:
+    text = load_report.report({"results": taken_in_turn(196.0, 199.0, 202.0)})
+    assert text.startswith("2 of 2 figures reached.")
+    assert "| 0.995 [0.98, 1.01] |" in text
+    assert "the interval holds the true median" in text
+    together = text[text.index("All texts together:") :].splitlines()[2:5]
+    assert together == [
+        "| requests | auto / plain | auto / fixed 16 |",
+        "| --- | --- | --- |",
+        "| 8 | 1.990 [1.96, 2.02] | 0.995 [0.98, 1.01] |",
+    ]
+
+
+def test_a_figure_within_the_interval_is_open() -> None:
+    """Rounds that differ by more than the figure cannot tell whether it is reached."""
+    unsure = load_report.report({"results": taken_in_turn(190.0, 195.0, 200.0)})
+    assert unsure.startswith("0 of 2 figures reached. Open: gsm8k at 8, mtbench at 8.")
+    assert "| open (0.975) |" in unsure
+    below = load_report.report({"results": taken_in_turn(180.0, 185.0, 190.0)})
+    assert below.startswith("0 of 2 figures reached. Missed: gsm8k at 8, mtbench at 8.")
+    assert "| **missed** (0.925) |" in below
+
+
+def test_the_picture_shows_the_ratios_of_the_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With other rates in the first round than in the others, the two could contradict."""
+    saved = saved_figures(monkeypatch)
+    found = {"command": "load", "model": "M", "gpu": None, "sglang": "0.5.23", "commit": "abc"}
+    load_report.draw(found | {"results": taken_in_turn(100.0, 199.0, 199.0)}, tmp_path / "a.png")
+    texts = [text.get_text() for text in saved[0].axes[0].texts]
+    assert texts == ["1.99x", "2.00x"]
+
+
 def test_the_picture_has_a_bar_where_a_width_and_plain_decoding_were_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
