@@ -254,6 +254,19 @@ def test_the_recipe_starts_as_soon_as_the_last_families_leave_it_room(
     assert (told.index("recipe starts") < told.index("compiled")) == (free > run.RECIPE_GIB)
 
 
+def test_no_two_servers_meet_their_ranks_at_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of twelve that SGLang 0.5.17 had started at once, one found its port taken."""
+    monkeypatch.setattr(servers.Exact, "script", Path("/bin/echo"))
+    found = []
+    for _ in range(12):
+        server = servers.Exact("--model-path", "M")
+        assert server.wait_for_exit(60) == 0
+        words = server.log().split()
+        found += [words[words.index("--nccl-port") + 1], words[words.index("--port") + 1]]
+        server.stop()
+    assert len(set(found)) == 24
+
+
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A FlashInfer whose sampler a test writes: `flashinfer/sampling.py` in the folder."""
