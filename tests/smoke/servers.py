@@ -29,8 +29,9 @@ FP8_DRAFTER = ("--speculative-draft-model-quantization", "fp8")
 FP8_DRAFT_KV = ("--speculative-draft-kv-cache-dtype", "fp8_e4m3")
 # SGLang compiles the kernel of 4-bit weights from one file, which takes six minutes otherwise
 COMPILER_ENV = {"NVCC_APPEND_FLAGS": "--split-compile=8"}
-# what SGLang's sampler calls, compiled on first use; servers that need it meanwhile wait
-SAMPLER = "from flashinfer.sampling import get_sampling_module; get_sampling_module()"
+# what SGLang's sampler calls, compiled on first use; servers that need it meanwhile wait. SGLang
+# decides where it is kept, before FlashInfer is imported
+SAMPLER = "import sglang; from flashinfer.sampling import get_sampling_module as get; get()"
 # many servers compile their kernels at once
 RANKS_ENV = {COMPARE_RANKS: "1", RANK_PATIENCE: "120"}
 
@@ -109,7 +110,7 @@ def start(
 @contextlib.contextmanager
 def compiling_sampler() -> Iterator[subprocess.Popen[bytes] | None]:
     """Compile FlashInfer's sampler while the block runs. The first sampled request would start that
-    otherwise, with all servers ready, and all would wait for it, a minute or more."""
+    otherwise, with all servers ready, and all would wait for it, half a minute or more."""
     if importlib.util.find_spec("flashinfer") is None:
         yield None
         return

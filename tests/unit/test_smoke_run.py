@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -269,7 +270,9 @@ def test_no_two_servers_meet_their_ranks_at_one_port(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A FlashInfer whose sampler a test writes: `flashinfer/sampling.py` in the folder."""
+    """A FlashInfer whose sampler a test writes, `flashinfer/sampling.py` in the folder, beside an
+    SGLang that is imported at once."""
+    (tmp_path / "sglang.py").touch()
     (tmp_path / "flashinfer").mkdir()
     (tmp_path / "flashinfer" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -291,6 +294,22 @@ def test_the_sampler_is_compiled_while_servers_start(flashinfer: Path, tmp_path:
             time.sleep(0.01)
     # it does not outlast the smoke test
     assert time.monotonic() - before < 60
+
+
+def test_the_sampler_is_kept_where_servers_look_for_it(
+    flashinfer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang 0.5.23 moves FlashInfer's folder: servers did not find what was compiled elsewhere."""
+    (tmp_path / "sglang.py").unlink()
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
+    # of an SGLang that this process has imported for another test
+    monkeypatch.delenv("FLASHINFER_WORKSPACE_BASE", raising=False)
+    says = "import os; print(os.environ.get('FLASHINFER_WORKSPACE_BASE'))"
+    flashinfer.write_text(f"{says}\ndef get_sampling_module(): print('compiled')\n")
+    command = [sys.executable, "-c", servers.SAMPLER]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    folder = tmp_path / "cache" if release.installed() == "0.5.23" else None
+    assert ran.stdout == f"{folder}\ncompiled\n", ran.stderr
 
 
 def test_a_sampler_that_cannot_be_compiled_is_told(
