@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -47,5 +48,11 @@ def hatch_of(system: str, drawn: Iterable[str]) -> str:
 
 def save(figure: Any, path: Path, caption: str) -> None:
     """Write a figure, with its caption below the panels."""
+    # comes with matplotlib, which is not needed to measure
+    from PIL import Image
+
     figure.supxlabel(caption, fontsize=8, color="#444444")
-    figure.savefig(path, dpi=DPI, pil_kwargs={"optimize": True})
+    pixels = io.BytesIO()
+    figure.savefig(pixels, dpi=DPI)
+    # a palette has room for nearly all of its colours, and takes less than half the space
+    Image.open(pixels).convert("RGB").quantize(256).save(path, optimize=True)
