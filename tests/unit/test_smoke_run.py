@@ -281,7 +281,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_the_sampler_is_compiled_while_servers_start(flashinfer: Path, tmp_path: Path) -> None:
-    """All servers would wait for it at once: a minute and a half."""
+    """All servers would wait for it at once: half a minute or more."""
     began = tmp_path / "began"
     flashinfer.write_text(
         "import pathlib, time\n"
